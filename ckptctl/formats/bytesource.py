@@ -1,0 +1,143 @@
+"""Bytes of a file, or of a range of one, read at a position. Nothing here knows a format; nothing is mapped or cached."""
+
+from __future__ import annotations
+
+import os
+import stat
+from types import TracebackType
+from typing import Protocol
+
+from ckptctl.core.errors import CkptError, Damaged, Unrecognised
+
+_AT_ONCE = 1 << 30
+"""Linux moves at most 0x7FFFF000 bytes a call. Source: man 2 read."""
+
+
+class ByteSource(Protocol):
+    """What a reader needs of a file: positions count from the source's own start, whatever it lies in."""
+
+    @property
+    def path(self) -> str:
+        """What messages call it."""
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is."""
+
+    def read(self, start: int, n: int) -> bytes:
+        """Exactly n bytes from start. Damaged where there are fewer: checked before memory is taken."""
+
+
+def read_checked(source: ByteSource, start: int, n: int, what: str) -> bytes:
+    """Bytes [start, start + n) of source. Damaged, naming what was to be read, where they are not inside it."""
+    if start < 0 or n < 0 or start + n > source.nbytes:
+        raise Damaged(
+            f"{what} lies outside the file",
+            where=source.path,
+            why=f"bytes {start} to {start + n} are asked for, the file has {source.nbytes}",
+            fix="copy the file again",
+            code="data-truncated",
+        )
+    return source.read(start, n)
+
+
+class FileBytes:
+    """Bytes [start, stop) of a file; stop None is the file's end. Use as a context, or close it.
+
+    Reads with pread: no position is shared, so threads may read at once. Errors of the system are CkptErrors naming the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], start: int = 0, stop: int | None = None, *, name: str = "") -> None:
+        """Opens path. name is what messages call it (default: path).
+
+        Raises Unrecognised where nothing can be opened, Damaged where [start, stop) is not inside the file.
+        """
+        self.path = name or os.fspath(path)
+        self._start = start
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+            status = os.fstat(self._fd)
+        except (OSError, ValueError) as err:
+            self.close()
+            why = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
+            raise Unrecognised("the file cannot be opened", where=self.path, why=why, fix="check the path and its rights") from err
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise Unrecognised("this is no regular file", where=self.path, fix="give the file itself")
+        stop = status.st_size if stop is None else stop
+        if not 0 <= start <= stop <= status.st_size:
+            self.close()
+            raise Damaged(
+                "a range of the file lies outside it",
+                where=self.path,
+                why=f"bytes {start} to {stop} are asked for, the file has {status.st_size}",
+                fix="copy the file again",
+                code="data-truncated",
+            )
+        self.nbytes = stop - start
+
+    def read(self, start: int, n: int) -> bytes:
+        """Exactly n bytes from start (counted from this source's own start). Damaged where there are fewer."""
+        if start < 0 or n < 0 or start + n > self.nbytes:
+            raise Damaged(
+                "the file ends too early",
+                where=self.path,
+                why=f"bytes {start} to {start + n} are asked for, there are {self.nbytes}",
+                fix="copy the file again",
+                code="data-truncated",
+            )
+        try:
+            data = os.pread(self._fd, min(n, _AT_ONCE), self._start + start)
+            if len(data) == n:
+                return data
+            parts, got = [data], len(data)
+            while data and got < n:
+                data = os.pread(self._fd, min(n - got, _AT_ONCE), self._start + start + got)
+                parts.append(data)
+                got += len(data)
+        except OSError as err:
+            raise CkptError("the file cannot be read", where=self.path, why=err.strerror or str(err), code="read-failed") from err
+        if got < n:
+            raise Damaged(
+                "the file became shorter while it was read",
+                where=self.path,
+                why=f"{n} bytes from {start} are asked for, {got} came",
+                fix="run again when nothing writes to it",
+                code="data-truncated",
+            )
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Closes the file; twice does no harm."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> FileBytes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class HeldBytes:
+    """Bytes in memory as a source."""
+
+    def __init__(self, data: bytes, path: str) -> None:
+        self.data, self.path, self.nbytes = data, path, len(data)
+
+    def read(self, start: int, n: int) -> bytes:
+        """Exactly n bytes from start. Damaged where there are fewer."""
+        if start < 0 or n < 0 or start + n > self.nbytes:
+            raise Damaged(
+                "the data end too early",
+                where=self.path,
+                why=f"bytes {start} to {start + n} are asked for, there are {self.nbytes}",
+                fix="copy the file again",
+                code="data-truncated",
+            )
+        return self.data[start : start + n]
