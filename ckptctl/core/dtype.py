@@ -55,6 +55,11 @@ class DType:
         return self.name in ("float64", "float32", "float16", "bfloat16")
 
 
+def packed(dtype: DType) -> DType:
+    """The same type counted in bytes, for elements smaller than a byte: such tensors are moved as whole bytes."""
+    return dtype if dtype.bits % 8 == 0 else DType(dtype.name, 8, dtype.safetensors, dtype.storage)
+
+
 _NUMPY = {
     "bool": "?", "uint8": "u1", "int8": "i1", "int16": "<i2", "uint16": "<u2", "float16": "<f2", "int32": "<i4", "uint32": "<u4",
     "float32": "<f4", "int64": "<i8", "uint64": "<u8", "float64": "<f8", "complex64": "<c8", "complex128": "<c16",

@@ -8,7 +8,7 @@ half a gigabyte, a million rows of a PieceTable about 50 MB.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,10 +140,17 @@ class Tensor:
     key: Key
     dtype: DType
     shape: tuple[int, ...]
-    pieces: tuple[PieceTable, ...]
-    replicas: tuple[tuple[PieceTable, ...], ...] = ()
+    pieces: Sequence[PieceTable]
+    replicas: tuple[Sequence[PieceTable], ...] = ()
     trainable: bool | None = None
     why_unsupported: str = ""
+    logical: tuple[int, ...] | None = None
+    """The shape a header shows where elements are smaller than a byte: dtype is then core.dtype.packed and shape is (bytes,)."""
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The shape in elements, as a header or a person wants it."""
+        return self.shape if self.logical is None else self.logical
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,159 @@
+"""The checks made on a plan before a byte moves: source pieces tile their tensors, every target byte is filled, every source byte is accounted for.
+
+Pure, like the plan. The two first together say that each target element is written exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckptctl.core.compose import flat_runs
+from ckptctl.core.errors import Damaged
+from ckptctl.core.tensor import Ints, Key, Tensor
+from ckptctl.plan.index import SortedTable, SourceIndex
+from ckptctl.plan.planner import Plan
+from ckptctl.plan.steps import Extent, Move, Repeat, step_nbytes
+
+
+def tiles(tensor: Tensor, tables: tuple[SortedTable, ...]) -> str:
+    """Why the pieces do not cover the tensor exactly once, with both numbers; "" where they do."""
+    volume = sum(int(t.table.size.prod(axis=1).sum()) if t.table.view else len(t.table) for t in tables)
+    for t in tables:
+        if math.prod(t.table.view) != tensor.numel:
+            return f"a piece counts {math.prod(t.table.view)} elements in all, the tensor {tensor.numel}"
+        if t.table.view and len(t.table) and bool(((t.table.lo < 0) | (t.table.lo + t.table.size > np.array(t.table.view))).any()):
+            return f"a piece goes past the tensor's shape {tensor.shape}"
+    if volume != tensor.numel:
+        return f"its pieces hold {volume} elements, its shape {tensor.shape} has {tensor.numel}"
+    if len(tables) > 1:
+        return _disjoint_by_runs(tables)
+    for t in tables:
+        if t.runs:
+            if len(t.first) > 1 and bool((t.first[1:] <= t.last[:-1]).any()):
+                return "two of its pieces hold the same elements"
+        elif not _disjoint(t.table.lo, t.table.size):
+            return "two of its pieces hold the same elements"
+    return ""
+
+
+def _disjoint(lo: Ints, size: Ints) -> bool:
+    """Whether boxes share no element. Slabs of equal intervals on an axis are checked apart from each other."""
+    if len(lo) <= 1:
+        return True
+    if lo.shape[1] == 0:
+        return False
+    order = np.lexsort((size[:, 0], lo[:, 0]))
+    lo, size = lo[order], size[order]
+    new = np.flatnonzero((np.diff(lo[:, 0]) != 0) | (np.diff(size[:, 0]) != 0)) + 1
+    bounds = [0, *new.tolist(), len(lo)]
+    starts, stops = lo[bounds[:-1], 0], (lo[:, 0] + size[:, 0])[bounds[:-1]]
+    if bool((starts[1:] >= np.maximum.accumulate(stops)[:-1]).all()):
+        return all(_disjoint(lo[a:b, 1:], size[a:b, 1:]) for a, b in zip(bounds, bounds[1:], strict=False))
+    # Intervals that cross: compare each box with those that begin before it stops on this axis.
+    for row in range(len(lo)):
+        last = int(np.searchsorted(lo[:, 0], lo[row, 0] + size[row, 0], side="left"))
+        others = slice(row + 1, last)
+        both = np.minimum(lo[others] + size[others], lo[row] + size[row]) > np.maximum(lo[others], lo[row])
+        if bool(both.all(axis=1).any()):
+            return False
+    return True
+
+
+def _disjoint_by_runs(tables: tuple[SortedTable, ...]) -> str:
+    """Pieces over different views, as intervals of the flattened tensor."""
+    spans = sorted((run.lo[0], run.lo[0] + run.size[0]) for t in tables for piece in t.table for run in flat_runs(piece))
+    at = 0
+    for start, stop in spans:
+        if start < at:
+            return "two of its pieces hold the same elements"
+        at = max(at, stop)
+    return ""
+
+
+def require_whole(index: SourceIndex, keys: Iterable[Key]) -> None:
+    """Damaged, naming the tensor, where one is not tiled by its pieces exactly once."""
+    for key in keys:
+        why = tiles(index.tensors[key], index.tables(key))
+        if why:
+            raise Damaged(
+                f"{key.name} ({key.kind}) is not whole", why=why, code="tensor-incomplete",
+                fix="copy the missing files of the checkpoint; a run that was interrupted while saving cannot be completed",
+            )  # fmt: skip
+
+
+@dataclass
+class Totals:
+    """What a plan will do, counted: bytes read, written and made, moves, strided ones, casts, fills by reason."""
+
+    extents: int = 0
+    written_nbytes: int = 0
+    read_nbytes: int = 0
+    moves: int = 0
+    strided: int = 0
+    shortest_run: int = 0
+    casts: Counter[str] = field(default_factory=Counter)
+    fills: Counter[str] = field(default_factory=Counter)
+    spans: dict[Extent, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """For extents with strided moves: by source, the first and one past the last byte that those read."""
+    largest_extent: int = 0
+
+
+def check(plan: Plan) -> Totals:
+    """One pass over the whole plan: each extent's steps fill it exactly (else Damaged); returns the counts."""
+    totals = Totals(shortest_run=1 << 62)
+    for extent in plan.extents():
+        steps = plan.extent(extent)
+        done = sum(map(step_nbytes, steps))
+        if done != extent.stop - extent.start:
+            raise Damaged(f"the plan fills {done} of {extent.stop - extent.start} bytes", where=plan.files[extent.file].path, code="plan-incomplete")
+        count(totals, extent, steps)
+    if not totals.moves:
+        totals.shortest_run = 0
+    return totals
+
+
+def count(totals: Totals, extent: Extent, steps: Iterable[object]) -> None:
+    """Add one extent's steps to the totals."""
+    totals.extents += 1
+    totals.written_nbytes += extent.stop - extent.start
+    totals.largest_extent = max(totals.largest_extent, extent.stop - extent.start)
+    spans: dict[int, tuple[int, int]] = {}
+    for step in steps:
+        if isinstance(step, Repeat):
+            totals.fills["padding"] += step.nbytes
+        if not isinstance(step, Move):
+            continue
+        totals.moves += 1
+        totals.read_nbytes += step.numel * step.item
+        if step.rule is not None:
+            totals.casts[str(step.rule)] += step.numel
+        if step.is_run:
+            totals.shortest_run = min(totals.shortest_run, step.numel * step.item)
+            continue
+        if step.rule is None or len(step.size) > 1 or (step.size and step.src_strides[0] != step.item):
+            totals.strided += 1
+            run = step.size[-1] * step.item if step.size and step.src_strides[-1] == step.item == step.dst_strides[-1] else step.item
+            totals.shortest_run = min(totals.shortest_run, run)
+            last = step.src + sum((n - 1) * s for n, s in zip(step.size, step.src_strides, strict=True)) + step.item
+            a, b = spans.get(step.source, (step.src, last))
+            spans[step.source] = (min(a, step.src), max(b, last))
+    if spans:
+        totals.spans[extent] = spans
+
+
+def covered(tensors: Mapping[Key, Tensor], keys: Iterable[Key]) -> dict[int, int]:
+    """By source, how many bytes the pieces of these tensors hold. Tensors that share a storage count twice."""
+    out: Counter[int] = Counter()
+    for key in keys:
+        tensor = tensors[key]
+        for table in tensor.pieces:
+            count_ = (table.size.prod(axis=1) if table.view else np.ones(len(table), np.int64)) * table.itemsize
+            sums = np.bincount(table.source, weights=count_) if len(table) else np.zeros(0)
+            for source in np.flatnonzero(sums).tolist():
+                out[source] += int(sums[source])
+    return dict(out)

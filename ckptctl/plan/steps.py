@@ -1,0 +1,92 @@
+"""What a plan is made of: extents of output files, and the steps that fill one. Plain data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ckptctl.core.view import Index
+
+
+class Extent(NamedTuple):
+    """Bytes [start, stop) of output file number file: the unit of work, of writing and of the journal."""
+
+    file: int
+    start: int
+    stop: int
+
+
+class Cast(NamedTuple):
+    """Elements change type, rounding to nearest, ties to even; NaN stays NaN. Names are those of core.dtype."""
+
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"cast {self.source} -> {self.target}"
+
+
+class Move(NamedTuple):
+    """A box of elements from a source to the output file: bits as they are, or by the named rule.
+
+    dst is the byte in the output file, src the byte in source (an index into the plan's sources). size, src_strides and dst_strides
+    are by axis, strides in bytes; () is one element. item and dst_item are bytes of an element on either side.
+    """
+
+    dst: int
+    source: int
+    src: int
+    size: Index
+    src_strides: Index
+    dst_strides: Index
+    item: int
+    dst_item: int
+    rule: Cast | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements moved."""
+        n = 1
+        for k in self.size:
+            n *= k
+        return n
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is one contiguous run of bytes on both sides, moved as they are."""
+        if self.rule is not None:
+            return False
+        return not self.size or (len(self.size) == 1 and self.src_strides[0] == self.item == self.dst_strides[0])
+
+
+class Write(NamedTuple):
+    """Known bytes at dst."""
+
+    dst: int
+    data: bytes
+
+
+class Repeat(NamedTuple):
+    """nbytes of a repeated pattern at dst; phase is where in the pattern it begins."""
+
+    dst: int
+    nbytes: int
+    pattern: bytes
+    phase: int = 0
+
+
+class After(NamedTuple):
+    """nbytes at dst that segment number segment of the file makes once checksums are known."""
+
+    dst: int
+    nbytes: int
+    segment: int
+
+
+Step = Move | Write | Repeat | After
+
+
+def step_nbytes(step: Step) -> int:
+    """Bytes of the output file that a step fills."""
+    if isinstance(step, Move):
+        return step.numel * step.dst_item
+    return len(step.data) if isinstance(step, Write) else step.nbytes
