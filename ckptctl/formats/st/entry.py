@@ -1,0 +1,80 @@
+"""One tensor's entry of a safetensors header, as it stands. Whether its numbers fit is header.py's matter."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptctl.formats.jsonscan import short
+
+if TYPE_CHECKING:
+    from ckptctl.formats.jsonscan import Scan
+
+_USUAL = re.compile(
+    rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[((?:(?:0|[1-9][0-9]{0,18})(?:,(?:0|[1-9][0-9]{0,18}))*+)?+)\],'
+    rb'"data_offsets":\[(0|[1-9][0-9]{0,18}),(0|[1-9][0-9]{0,18})\]\}'
+)
+"""An entry as the reference writer has it; numbers of up to 19 digits fit 64 bits."""
+
+
+class Raw(NamedTuple):
+    """dtype, shape and offsets, None where missing or of another type. why has (code, reason) for each fault.
+
+    extra are fields that the format does not know.
+    """
+
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    offsets: tuple[int, ...] | None
+    why: tuple[tuple[str, str], ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+def read_entry(scan: Scan, p: int) -> tuple[Raw, int]:
+    """The entry at p, and the position behind it."""
+    found = _USUAL.match(scan.text, p)
+    if found is not None:
+        dtype, shape, begin, stop = found.groups()
+        sizes = tuple(map(int, shape.split(b","))) if shape else ()
+        return Raw(dtype.decode(), sizes, (int(begin), int(stop))), found.end()
+    if scan.byte(p) != b"{":
+        after = scan.skip(p)
+        why = f"an object is wanted, {scan.shown(p, after)} is there"
+        return Raw(None, None, None, (("bad-entry", why),)), after
+    return _unusual(scan, p)
+
+
+def _unusual(scan: Scan, p: int) -> tuple[Raw, int]:
+    """An entry whose fields are in another order, spaced, missing, or wrong."""
+    dtype: str | None = None
+    lists: dict[str, tuple[int, ...] | None] = {"shape": None, "data_offsets": None}
+    why: list[tuple[str, str]] = []
+    seen: set[str] = set()
+    extra: list[str] = []
+    more, p = scan.opened(p)
+    while more:
+        field, p = scan.key(p)
+        if field in seen:
+            why.append(("bad-entry", f"the field {short(field)} stands twice"))
+        seen.add(field)
+        if field == "dtype" and scan.byte(p) == b'"':
+            dtype, p = scan.string(p)
+        elif field in lists:
+            lists[field], reason, after = scan.ints(p)
+            if reason and field == "shape":
+                why.append(("size-overflow" if "64 bits" in reason else "bad-shape", reason))
+            elif reason:
+                why.append(("bad-offsets", reason))
+            p = after
+        else:
+            after = scan.skip(p)
+            if field == "dtype":
+                why.append(("unknown-dtype", f"a text is wanted, {scan.shown(p, after)} is there"))
+            elif len(extra) < 4:
+                extra.append(field)
+            p = after
+        more, p = scan.next(p, b"}")
+    why += [
+        ("missing-field", f"{field} is missing") for field in ("dtype", "shape", "data_offsets") if field not in seen
+    ]
+    return Raw(dtype, lists["shape"], lists["data_offsets"], tuple(why), tuple(extra)), p
