@@ -43,7 +43,7 @@ class StEntry:
 
 @dataclass(frozen=True, slots=True)
 class StHeader:
-    """What a file holds: entries in the header's order, which need not be the data's, whose first byte is data_start."""
+    """What a file holds: entries in the header's order, not the data's, which starts at data_start."""
 
     entries: dict[str, StEntry]
     metadata: dict[str, str]
