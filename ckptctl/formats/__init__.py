@@ -1,1 +1,108 @@
-"""formats"""
+"""The formats: what lies at a path, and who reads it. One package a format; imported when first needed.
+
+A format is a module `read` with `detect(path) -> Evidence | None` and `read(path, hints) -> Checkpoint`, and a module `write` where it can be a target.
+Order matters: the first that recognises a path has it, so that folders which hold others' files come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from ckptctl.core.checkpoint import Checkpoint, Facts
+from ckptctl.core.errors import Unrecognised, Unsupported, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What makes a path look like a format. path is where its files are (a folder inside the given one, for example)."""
+
+    format: str
+    why: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What the user says about a source: the model's config, and the order of the optimizer's parameters."""
+
+    facts: Facts = field(default_factory=Facts)
+    param_order: tuple[str, ...] = ()
+
+
+class Reader(Protocol):
+    """A format's read module."""
+
+    detect: Callable[[Path], Evidence | None]
+    read: Callable[[Path, Hints], Checkpoint]
+
+
+FORMATS = ("foreign", "dcp", "hf", "torch")
+"""Every format with a read module, in order of detection. `foreign` knows what others look like that cannot be read yet."""
+
+
+def reader(name: str) -> Reader:
+    """A format's read module. Usage where there is none of that name."""
+    if name not in FORMATS or name == "foreign":
+        raise Usage(f"there is no format {name!r}", fix=f"--from takes one of {', '.join(f for f in FORMATS if f != 'foreign')}")
+    return _module(name)
+
+
+def _module(name: str) -> Reader:
+    return cast("Reader", import_module(f"ckptctl.formats.{name}.read"))
+
+
+def detect(path: Path) -> Evidence:
+    """What lies at a path, looking one or two levels down where the folder itself is nothing known.
+
+    Unrecognised where nothing is found, or several things are (they are listed); Unsupported where it is known but not read yet.
+    """
+    if not path.exists() and not path.is_symlink():
+        raise Unrecognised(f"nothing is at {path}", fix="check the path")
+    here = _detect_here(path)
+    if here is not None:
+        return here
+    if path.is_dir():
+        inner = [e for e in map(_quiet, _below(path)) if e is not None]
+        if len(inner) == 1:
+            return Evidence(inner[0].format, f"{inner[0].why}, in {inner[0].path.relative_to(path)}", inner[0].path)
+        if inner:
+            listed = ", ".join(str(e.path.relative_to(path)) for e in inner[:8])
+            raise Unrecognised(f"{path} holds several checkpoints", why=listed + (", ..." if len(inner) > 8 else ""), fix="give one of them")
+    raise Unrecognised(f"no known checkpoint is at {path}", why=_contents(path), fix="give the checkpoint's folder or file; `--from FORMAT` says what it is")
+
+
+def _detect_here(path: Path) -> Evidence | None:
+    for name in FORMATS:
+        found = _module(name).detect(path)
+        if found is not None:
+            return found
+    return None
+
+
+def _quiet(path: Path) -> Evidence | None:
+    try:
+        return _detect_here(path)
+    except Unsupported:
+        return None
+
+
+def _below(path: Path) -> list[Path]:
+    """Folders one and two levels down, and torch or safetensors files one level down when there are no such folders."""
+    try:
+        first = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+        second = [q for p in first for q in sorted(p.iterdir()) if q.is_dir()]
+        files = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in (".pt", ".pth", ".ckpt", ".safetensors", ".bin"))
+    except OSError:
+        return []
+    return [*first, *second] if first else files
+
+
+def _contents(path: Path) -> str:
+    if path.is_dir():
+        names = sorted(p.name for p in path.iterdir())
+        return f"the folder holds {len(names)} entries: {', '.join(names[:6])}" if names else "the folder is empty"
+    return f"the file has {path.stat().st_size} bytes"

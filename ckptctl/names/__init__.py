@@ -1,1 +1,39 @@
-"""names"""
+"""Naming as data: one TOML file a subject, and the function that reads it. No Python per model family."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@cache
+def _ties() -> dict[str, Any]:
+    return tomllib.loads(files(__name__).joinpath("ties.toml").read_text(encoding="utf-8"))
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that the head is the embedding: by its own word, its text model's, or its family's default."""
+    text = config.get("text_config")
+    for scope in (config, text if isinstance(text, Mapping) else {}):
+        value = scope.get("tie_word_embeddings")
+        if isinstance(value, bool):
+            return value
+    return config.get("model_type") in _ties()["tied_by_default"]
+
+
+def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
+    """(head, embedding) among a model's names: the pair that `tie_word_embeddings` ties; None where either is not there."""
+    known = list(names)
+    for head in _ties()["heads"]:
+        for name in known:
+            if name != head and not name.endswith("." + head):
+                continue
+            prefix = name[: -len(head)]
+            for embedding in _ties()["embeddings"]:
+                found = next((n for n in (prefix + embedding, embedding) if n in known), None)
+                if found is not None:
+                    return name, found
+    return None

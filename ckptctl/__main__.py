@@ -1,0 +1,21 @@
+"""`python -m ckptctl` and the `ckptctl` command. `--version` answers before anything heavy is imported."""
+
+from __future__ import annotations
+
+import sys
+
+from ckptctl import __version__
+
+
+def main() -> int:
+    """Run the command line with sys.argv; returns the exit code."""
+    if sys.argv[1:] in (["--version"], ["-V"]):
+        sys.stdout.write(f"ckptctl {__version__}\n")
+        return 0
+    from ckptctl.cli.main import run
+
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

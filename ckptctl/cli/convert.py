@@ -1,0 +1,58 @@
+"""ckptctl convert."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptctl import operations, report
+from ckptctl.cli import options
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+
+    @app.command(epilog="Example: ckptctl convert runs/step_300 out --to hf --no-optimizer --model-config runs/config.json")
+    def convert(
+        src: options.SRC,
+        dst: options.DST,
+        to: Annotated[str, typer.Option("--to", help="The target's format: hf, torch or dcp.", metavar="FORMAT", show_default=False)],
+        dtype: Annotated[str, typer.Option("--dtype", help="Type of the weights: source, float32, bfloat16 or float16.")] = "source",
+        weights: Annotated[str, typer.Option("--weights", help="Take the weights as the run stored them (model), or their float32 masters where there are some (master).")] = "model",
+        no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Let go of moments, masters, scheduler, random state and counters.")] = False,
+        only: options.ONLY = None,
+        exclude: options.EXCLUDE = None,
+        trainable_only: Annotated[bool, typer.Option("--trainable-only", help="Only weights that the optimizer updates.")] = False,
+        max_shard_size: options.MAX_SHARD_SIZE = "5GB",
+        dp: options.DP = None,
+        tp: options.TP = None,
+        index_keys: Annotated[bool, typer.Option("--index-keys", help="torch: key the optimizer's state by torch's numbers, not by names.")] = False,
+        bare: Annotated[bool, typer.Option("--bare", help="hf: weights without config.json and the like.")] = False,
+        model_config: options.MODEL_CONFIG = None,
+        from_: options.FROM = None,
+        step: options.STEP = None,
+        param_order: options.PARAM_ORDER = None,
+        dry_run: options.DRY_RUN = False,
+        plan_out: options.PLAN_OUT = None,
+        overwrite: options.OVERWRITE = False,
+        resume: options.RESUME = False,
+        jobs: options.JOBS = 0,
+        memory: options.MEMORY = "512MiB",
+        report_file: options.REPORT = None,
+        json: options.JSON = False,
+        quiet: options.QUIET = False,
+        verbose: options.VERBOSE = False,
+        no_progress: options.NO_PROGRESS = False,
+    ) -> int:
+        """Convert a checkpoint into another format, with its training state, bit for bit unless a cast is asked for."""
+        reading = operations.Reading(model_config, from_, step, param_order)
+        wanted = operations.Conversion(
+            to=to, dtype=dtype, weights=weights, no_optimizer=no_optimizer, only=tuple(only or ()), exclude=tuple(exclude or ()),
+            trainable_only=trainable_only, max_shard_size=max_shard_size, dp=dp, tp=tp, index_keys=index_keys, bare=bare,
+        )  # fmt: skip
+        running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
+        with report.progress(enabled=not (quiet or no_progress or json)) as progress:
+            result = operations.convert(src, dst, wanted, reading, running, progress=progress)
+        report.show(result, as_json=json, quiet=quiet, verbose=verbose)
+        return 0

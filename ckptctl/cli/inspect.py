@@ -1,0 +1,29 @@
+"""ckptctl inspect."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptctl import operations, report
+from ckptctl.cli import options
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+
+    @app.command(epilog="Example: ckptctl inspect runs/step_300 --json")
+    def inspect(
+        path: options.PATH,
+        tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+        json: options.JSON = False,
+        model_config: options.MODEL_CONFIG = None,
+        from_: options.FROM = None,
+        step: options.STEP = None,
+        param_order: options.PARAM_ORDER = None,
+    ) -> int:
+        """Show what a checkpoint holds: format, layout, tensors, training state, what is missing. Reads headers only."""
+        reading = operations.Reading(model_config, from_, step, param_order)
+        report.show(operations.inspect(path, reading, tensors=tensors), as_json=json)
+        return 0

@@ -1,0 +1,30 @@
+"""ckptctl ls."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptctl import operations, report
+from ckptctl.cli import options
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+
+    @app.command(epilog="Example: ckptctl ls model.safetensors '*.q_proj.*'")
+    def ls(
+        path: options.PATH,
+        pattern: Annotated[str, typer.Argument(metavar="[GLOB]", help="Only names that match.")] = "*",
+        kind: Annotated[list[str] | None, typer.Option("--kind", help="Only this kind (weight, exp_avg, ...). May be given several times.")] = None,
+        json: options.JSON = False,
+        model_config: options.MODEL_CONFIG = None,
+        from_: options.FROM = None,
+        step: options.STEP = None,
+        param_order: options.PARAM_ORDER = None,
+    ) -> int:
+        """List tensors: name, kind, type, shape, bytes, pieces. Reads headers only."""
+        reading = operations.Reading(model_config, from_, step, param_order)
+        report.show(operations.ls(path, pattern, reading, kinds=tuple(kind or ())), as_json=json)
+        return 0

@@ -1,0 +1,102 @@
+"""Joins the commands, and turns every way to fail into its exit code, message and JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ckptctl import __version__
+from ckptctl.cli import convert, diff, inspect, ls, reshard, show
+from ckptctl.core.errors import CkptError
+from ckptctl.report import text
+
+app = typer.Typer(
+    name="ckptctl",
+    help="Inspect, convert and compare training checkpoints, without the framework that wrote them.",
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"auto_envvar_prefix": "CKPTCTL", "help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog="Exit codes: 0 done, 1 the answer is no, 2 wrong usage, 3 could not, 5 stopped but resumable, 130 Ctrl-C.",
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        sys.stdout.write(f"ckptctl {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    """Inspect, convert and compare training checkpoints, without the framework that wrote them."""
+
+
+for module in (inspect, ls, show, convert, reshard, diff):
+    module.add(app)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line. Returns the exit code; a user's mistake never shows a traceback."""
+    wants_json = "--json" in argv or any(k.startswith("CKPTCTL_") and k.endswith("_JSON") and v not in ("", "0", "false") for k, v in os.environ.items())
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=list(argv), prog_name="ckptctl", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except CkptError as error:
+        text.show_error(error, as_json=wants_json, command=argv[0] if argv else "")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _stopped()
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): not an error. Nothing more may be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MemoryError, RecursionError) as error:
+        wrapped = CkptError("the input asks for more memory than there is", why=type(error).__name__, fix="use `--memory` with a smaller value, or report this checkpoint", code="out-of-memory")
+        text.show_error(wrapped, as_json=wants_json, command=argv[0] if argv else "")
+        return wrapped.exit_code
+    except OSError as error:
+        wrapped = CkptError(error.strerror or str(error), where=str(error.filename or ""), code="system")
+        text.show_error(wrapped, as_json=wants_json, command=argv[0] if argv else "")
+        return wrapped.exit_code
+    except Exception as error:
+        if type(error).__name__ == "Abort":
+            return _stopped()
+        usage = _usage(error)
+        if usage is None:
+            return _bug(error, wants_json)
+        text.show_error(usage, as_json=wants_json, command=argv[0] if argv else "")
+        return usage.exit_code
+
+
+def _usage(error: Exception) -> CkptError | None:
+    """The parser's own complaints as ours: they have an exit code and format_message, whatever class they are."""
+    message = getattr(error, "format_message", None)
+    if message is None:
+        return None
+    from ckptctl.core.errors import Usage
+
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "ckptctl"
+    return Usage(str(message()).rstrip("."), fix=f"see `{path} --help`")
+
+
+def _stopped() -> int:
+    sys.stderr.write("stopped; what was written so far is kept where --resume finds it\n")
+    return 130
+
+
+def _bug(error: Exception, wants_json: bool) -> int:
+    """Something we did not think of: say so, with the traceback, as a failure of the tool and not of its user."""
+    wrapped = CkptError(f"internal error: {type(error).__name__}: {error}", fix="please report this, with the traceback on standard error", code="internal")
+    traceback.print_exception(error, file=sys.stderr)
+    text.show_error(wrapped, as_json=wants_json, command="")
+    return wrapped.exit_code

@@ -1,0 +1,45 @@
+"""ckptctl reshard."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptctl import operations, report
+from ckptctl.cli import options
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+
+    @app.command(epilog="Example: ckptctl reshard runs/step_300 step_300_dp8 --dp 8")
+    def reshard(
+        src: options.SRC,
+        dst: options.DST,
+        dp: options.DP = None,
+        tp: options.TP = None,
+        max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", help="Largest file of a Hugging Face folder, in bytes of tensors.", metavar="SIZE")] = None,
+        model_config: options.MODEL_CONFIG = None,
+        from_: options.FROM = None,
+        step: options.STEP = None,
+        param_order: options.PARAM_ORDER = None,
+        dry_run: options.DRY_RUN = False,
+        plan_out: options.PLAN_OUT = None,
+        overwrite: options.OVERWRITE = False,
+        resume: options.RESUME = False,
+        jobs: options.JOBS = 0,
+        memory: options.MEMORY = "512MiB",
+        report_file: options.REPORT = None,
+        json: options.JSON = False,
+        quiet: options.QUIET = False,
+        verbose: options.VERBOSE = False,
+        no_progress: options.NO_PROGRESS = False,
+    ) -> int:
+        """Change a checkpoint's layout and keep its format: DCP over another number of ranks, Hugging Face in files of another size."""
+        reading = operations.Reading(model_config, from_, step, param_order)
+        running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
+        with report.progress(enabled=not (quiet or no_progress or json)) as progress:
+            result = operations.reshard(src, dst, reading, running, dp=dp, tp=tp, max_shard_size=max_shard_size, progress=progress)
+        report.show(result, as_json=json, quiet=quiet, verbose=verbose)
+        return 0

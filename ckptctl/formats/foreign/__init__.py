@@ -1,0 +1,1 @@
+"""Checkpoints of frameworks that this version recognises and does not read."""

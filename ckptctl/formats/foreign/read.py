@@ -1,0 +1,64 @@
+"""Names what lies at a path when it is a framework's folder that this version does not read, so that the message says so.
+
+Reads names of files only. Without this, a Trainer folder would pass for a Hugging Face one, and its optimizer would be lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptctl.core.checkpoint import Checkpoint
+from ckptctl.core.errors import Unsupported
+from ckptctl.formats import Evidence, Hints
+
+
+def _any(folder: Path, *patterns: str) -> str:
+    return next((p.name for pattern in patterns for p in sorted(folder.glob(pattern))), "")
+
+
+SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
+    ("a Transformers Trainer folder", lambda p: _any(p, "trainer_state.json", "optimizer.pt")),
+    ("an Accelerate folder", lambda p: _any(p, "pytorch_model_fsdp_*", "optimizer_[0-9]*", "random_states_*.pkl", "pytorch_model_fsdp.bin")),
+    ("a verl folder", lambda p: _any(p, "model_world_size_*_rank_*.pt")),
+    ("a folder of per-rank torch files", lambda p: _any(p, "*rank_0*.pt", "*rank0*.pt")),
+    ("a Lightning sharded checkpoint", lambda p: _any(p, "meta.pt") if (p / ".metadata").is_file() else ""),
+    ("a DCP folder with one metadata a rank (use_collectives=False)", lambda p: _any(p, "__*.metadata") if not (p / ".metadata").is_file() else ""),
+    ("a DeepSpeed checkpoint", lambda p: _any(p, "*mp_rank_*_model_states.pt", "*zero_pp_rank_*_optim_states.pt", "global_step*/*_states.pt", "latest_universal", "layer_*-model_states.pt")),
+    ("a universal DeepSpeed checkpoint", lambda p: "zero/" if (p / "zero").is_dir() and _any(p / "zero", "*/fp32.pt") else ""),
+    ("a Megatron checkpoint", lambda p: _any(p, "latest_checkpointed_iteration.txt", "mp_rank_*", "iter_*")),
+    ("a Megatron torch_dist checkpoint", lambda p: _any(p, "common.pt", "metadata.json") if (p / ".metadata").is_file() else ""),
+    ("an Orbax checkpoint", lambda p: _any(p, "_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "*/_METADATA", "*/*/_METADATA", "*/_CHECKPOINT_METADATA")),
+    ("a ColossalAI checkpoint", lambda p: _any(p, "modeling") if _any(p, "optimizer", "lr_scheduler*") else ""),
+    ("sharded safetensors of DCP's Hugging Face writer", lambda p: _any(p, "shard-*-model-*-of-*.safetensors")),
+    ("an adapter (PEFT)", lambda p: _any(p, "adapter_config.json")),
+    ("a NeMo archive", lambda p: _any(p, "model_weights", "context")),
+)
+FILE_SIGNS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
+    ("a NeMo archive", lambda p: p.suffix == ".nemo"),
+    ("a Flax msgpack file", lambda p: p.suffix == ".msgpack"),
+    ("a GGUF file", lambda p: p.suffix == ".gguf"),
+    ("an HDF5 file", lambda p: p.suffix in (".h5", ".hdf5")),
+)
+
+
+def detect(path: Path) -> Evidence | None:
+    """Unsupported, naming the framework, where one is recognised; else None."""
+    if path.is_dir():
+        for what, sign in SIGNS:
+            found = sign(path)
+            if found:
+                raise Unsupported(f"this is {what}, which this version does not read yet", where=str(path), why=f"it holds {found}", fix=_FIX)
+    else:
+        for what, matches in FILE_SIGNS:
+            if matches(path):
+                raise Unsupported(f"this is {what}, which this version does not read yet", where=str(path), fix=_FIX)
+    return None
+
+
+_FIX = "read here are: Hugging Face folders (safetensors, .bin), torch files, and PyTorch DCP folders"
+
+
+def read(path: Path, hints: Hints) -> Checkpoint:
+    """Never called: detect answers None or raises."""
+    raise Unsupported(f"{path} cannot be read by this version", where=str(hints.facts.origin))

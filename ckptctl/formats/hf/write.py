@@ -1,0 +1,136 @@
+"""A Hugging Face folder as output files: safetensors, index, config.json and what belongs beside them. Nothing is written here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.dtype import BY_NAME
+from ckptctl.core.errors import Unsupported
+from ckptctl.core.output import OutputFile, Put, Region
+from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
+from ckptctl.formats.hf.index import index_json, shard_names, split
+from ckptctl.formats.st.write import safetensors_segments
+from ckptctl.formats.target import Choices, Content, Item, Line, Written
+
+if TYPE_CHECKING:
+    from ckptctl.core.checkpoint import Checkpoint, Facts
+
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""config.json's own word for the weights' type. Source: transformers 5 writes the first, 4 the second."""
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+
+def write(content: Content, choices: Choices) -> Written:
+    """The folder that from_pretrained loads: one safetensors file or numbered ones with an index, and config.json where there is one."""
+    weights = {n: i for n, i in content.weights.items() if n not in content.collapsed}
+    for name, item in weights.items():
+        if not item.dtype.safetensors:
+            raise Unsupported(
+                f"{name} is {item.dtype.name}, which safetensors cannot hold",
+                fix=f"leave it out (--exclude '{name}'), or convert to torch or dcp",
+            )
+    metadata = {**content.source.metadata, "format": "pt"}
+    shards = split({n: i.nbytes for n, i in weights.items()}, choices.max_shard_nbytes)
+    files = [
+        _file(name, [(n, weights[n]) for n in names], metadata)
+        for name, names in zip(shard_names(len(shards)), shards, strict=True)
+    ]
+    lines: list[Line] = []
+    if len(shards) > 1:
+        where = {n: f for f, names in zip(shard_names(len(shards)), shards, strict=True) for n in names}
+        total = sum(i.nbytes for i in weights.values())
+        count = sum(i.tensor.numel for i in weights.values())
+        text = index_json(where, total, count)
+        files.append(OutputFile("model.safetensors.index.json", lambda: [Put(text)]))
+    if not choices.bare:
+        files += _config(content, weights, lines)
+    extra = _extras(content.source, choices, lines)
+    return Written((*files, *extra.files), True, tuple(lines), extra.tensors, extra.sources)
+
+
+def _file(path: str, items: list[tuple[str, Item]], metadata: dict[str, str]) -> OutputFile:
+    def segments() -> list[Any]:
+        return safetensors_segments([(n, i.region(), i.tensor.shown) for n, i in items], metadata)
+
+    return OutputFile(path, segments)
+
+
+def _config(content: Content, weights: dict[str, Item], lines: list[Line]) -> list[OutputFile]:
+    facts = content.source.facts
+    if facts.config is None:
+        lines.append(Line("config.json", "absent", "from_pretrained needs one: give --model-config DIR|FILE"))
+        return []
+    _fits(content, weights)
+    text, changed = _agreeing(facts, weights)
+    lines.append(
+        Line("config.json", "converted" if changed else "carried", "; ".join([f"from {facts.origin}", *changed]))
+    )
+    return [OutputFile("config.json", lambda: [Put(text)])]
+
+
+def _agreeing(facts: Facts, weights: dict[str, Item]) -> tuple[bytes, list[str]]:
+    """config.json's text with a dtype that is the weights' own, and each changed field."""
+    assert facts.config is not None
+    counts: dict[str, int] = {}
+    for item in weights.values():
+        if item.dtype.is_float:
+            counts[item.dtype.name] = counts.get(item.dtype.name, 0) + item.nbytes
+    if not counts or any(d.endswith("_config") for d in ()):
+        return facts.config_text, []
+    dtype = max(counts, key=lambda d: counts[d])
+    config = dict(facts.config)
+    changed = []
+    for key in DTYPE_KEYS:
+        said = config.get(key)
+        if isinstance(said, str) and said.removeprefix("torch.") != dtype and "quantization_config" not in config:
+            changed.append(f"{key} {said} -> {dtype}, as the weights are")
+            config[key] = dtype
+    if not changed and facts.config_text:
+        return facts.config_text, []
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(), changed
+
+
+def _fits(content: Content, weights: dict[str, Item]) -> None:
+    """The config must describe these weights: sizes that contradict it would load as another model, or not at all."""
+    config = content.source.facts.config or {}
+    origin = content.source.facts.origin
+    vocab, hidden = config.get("vocab_size"), config.get("hidden_size", config.get("n_embd"))
+    for name, item in weights.items():
+        if not name.endswith(EMBEDDINGS) or len(item.shape) != 2 or "position" in name:
+            continue
+        for field, said, has in (("vocab_size", vocab, item.shape[0]), ("hidden_size", hidden, item.shape[1])):
+            if isinstance(said, int) and said != has:
+                raise Unsupported(
+                    f"the config's {field} is {said}, but {name} has {has}", where=origin,
+                    why="a folder with both would not load", fix="give this model's own config with --model-config", code="shape-differs-from-config",
+                )  # fmt: skip
+
+
+class _Extras:
+    def __init__(self) -> None:
+        self.files: list[OutputFile] = []
+        self.tensors: dict[Key, Tensor] = {}
+        self.sources: tuple[Source, ...] = ()
+
+
+def _extras(source: Checkpoint, choices: Choices, lines: list[Line]) -> _Extras:
+    """Tokenizer, generation settings and the like, byte for byte: each is moved like a tensor of bytes."""
+    out = _Extras()
+    names = [] if choices.bare else [n for n in source.extras if n != "config.json"]
+    sizes = {f.path: f.nbytes for f in source.files}
+    byte = BY_NAME["uint8"]
+    for name in names:
+        nbytes = sizes.get(name)
+        if nbytes is None:
+            continue
+        number = len(source.sources) + len(out.sources)
+        key, shape = Key(name, "file"), (nbytes,)
+        out.sources = (*out.sources, Source(name))
+        out.tensors[key] = Tensor(key, byte, shape, (PieceTable.whole(shape, 1, number, 0),))
+        region = Region(key, byte, shape, (0,), shape)
+        out.files.append(OutputFile(Path(name).as_posix(), lambda region=region: [region]))  # type: ignore[misc]
+    if out.files:
+        lines.append(Line("tokenizer and other files", "carried", ", ".join(f.path for f in out.files)))
+    return out

@@ -1,0 +1,329 @@
+"""Training state dicts, whatever container held them: which part is the model, which the optimizer, and what else there is.
+
+Takes a nested tree whose tensor leaves have `.shape` and `.dtype` and gives names and states; used by torch files and DCP folders alike.
+No bytes are read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+from ckptctl.core.checkpoint import Group, Optimizer, PathKey
+from ckptctl.core.errors import Damaged, MissingFact
+from ckptctl.core.values import Tree
+
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "network", "net", "weights", "params")
+OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizers", "optimizer_states", "opt")
+
+
+@runtime_checkable
+class Leaf(Protocol):
+    """A tensor in a tree."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> Any:
+        """Its element type."""
+
+
+IsLeaf = Callable[[Tree], bool]
+
+
+@dataclass
+class Found:
+    """What a state dict holds. model and states map names to leaves; rest is by top-level name."""
+
+    model: dict[str, Tree] = field(default_factory=dict)
+    model_values: dict[str, Tree] = field(default_factory=dict)
+    """Entries of the model's dict that are no tensors (`_extra_state`)."""
+    states: dict[PathKey, dict[str, Tree]] = field(default_factory=dict)
+    groups: list[dict[str, Tree]] = field(default_factory=list)
+    optimizer_options: dict[str, Tree] = field(default_factory=dict)
+    has_optimizer: bool = False
+    flat_optimizer: bool = False
+    rest: dict[str, Tree] = field(default_factory=dict)
+    model_path: tuple[PathKey, ...] = ()
+    optimizer_path: tuple[PathKey, ...] = ()
+
+
+def find(root: Tree, is_leaf: IsLeaf) -> Found:
+    """The parts of a state dict. A root that is no dict, or holds no tensor, gives a Found without a model."""
+    found = Found()
+    if not isinstance(root, Mapping):
+        return found
+    root, prefix = _unwrapped(root, is_leaf)
+    model_key = _container(root, MODEL_KEYS, is_leaf)
+    optimizer_key = next((k for k in OPTIMIZER_KEYS if k in root and _is_optimizer(root[k])), None)
+    if model_key is not None:
+        found.model_path = (*prefix, model_key)
+        _collect(root[model_key], "", found.model, found.model_values, is_leaf)
+    for key, value in root.items():
+        if key == model_key:
+            continue
+        if key == optimizer_key:
+            found.optimizer_path = (*prefix, key)
+            _optimizer(value[0] if isinstance(value, (list, tuple)) else value, found, is_leaf)
+        elif model_key is None and is_leaf(value):
+            found.model[str(key)] = value
+        else:
+            found.rest[str(key)] = value
+    if not found.model and optimizer_key is None:
+        # A state dict nested by module: every tensor is the model's.
+        _collect(root, "", found.model, found.rest, is_leaf)
+        found.rest = {} if found.model and all(k in found.rest for k in root) else {k: v for k, v in found.rest.items() if k in root}
+    return found
+
+
+def _unwrapped(root: Mapping[Any, Tree], is_leaf: IsLeaf) -> tuple[Mapping[Any, Tree], tuple[PathKey, ...]]:
+    """Goes down while the only dict that looks like a training state is one level deeper ("app")."""
+    prefix: tuple[PathKey, ...] = ()
+    for _ in range(4):
+        if _container(root, MODEL_KEYS, is_leaf) is not None or any(k in root and _is_optimizer(root[k]) for k in OPTIMIZER_KEYS):
+            break
+        inner = [k for k, v in root.items() if isinstance(v, Mapping) and (_container(v, MODEL_KEYS, is_leaf) or any(_is_optimizer(v.get(o)) for o in OPTIMIZER_KEYS))]
+        if len(inner) != 1 or len(root) != 1:
+            break
+        prefix = (*prefix, inner[0])
+        root = root[inner[0]]
+    return root, prefix
+
+
+def _container(root: Mapping[Any, Tree], keys: Sequence[str], is_leaf: IsLeaf) -> str | None:
+    """The first of keys whose value is a dict with a tensor in it. A plain state dict of a module called `model` has no such split."""
+    if any(is_leaf(v) for v in root.values()):
+        return None
+    return next((k for k in keys if isinstance(root.get(k), Mapping) and any(True for _ in _leaves(root[k], is_leaf))), None)
+
+
+def _leaves(tree: Tree, is_leaf: IsLeaf) -> Iterator[Tree]:
+    stack = [tree]
+    while stack:
+        at = stack.pop()
+        if is_leaf(at):
+            yield at
+        elif isinstance(at, Mapping):
+            stack.extend(at.values())
+
+
+def _is_optimizer(value: Tree) -> bool:
+    """Whether it looks like optimizer.state_dict(), nested or with flat keys; a list of one counts."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, Mapping):
+        return False
+    if "state" in value or "param_groups" in value:
+        return True
+    return any(isinstance(k, str) and k.startswith(("state.", "param_groups.")) for k in value)
+
+
+def _collect(tree: Mapping[Any, Tree], prefix: str, tensors: dict[str, Tree], values: dict[str, Tree], is_leaf: IsLeaf) -> None:
+    """Tensors and other values of a (possibly nested) model dict under dotted names."""
+    stack = [(prefix, tree)]
+    while stack:
+        at, inner = stack.pop(0)
+        for key, value in inner.items():
+            name = f"{at}.{key}" if at else str(key)
+            if is_leaf(value):
+                tensors[name] = value
+            elif isinstance(value, Mapping) and any(True for _ in _leaves(value, is_leaf)):
+                stack.append((name, value))
+            else:
+                values[name] = value
+
+
+def _optimizer(tree: Tree, found: Found, is_leaf: IsLeaf) -> None:
+    found.has_optimizer = True
+    if not isinstance(tree, Mapping):
+        return
+    state, groups = tree.get("state"), tree.get("param_groups")
+    if isinstance(state, Mapping):
+        for key, entry in state.items():
+            found.states[key if isinstance(key, int) else str(key)] = {str(k): v for k, v in entry.items()} if isinstance(entry, Mapping) else {"": entry}
+    if isinstance(groups, (list, tuple)):
+        found.groups = [{str(k): v for k, v in g.items()} for g in groups if isinstance(g, Mapping)]
+    flat = {k: v for k, v in tree.items() if isinstance(k, str) and k.startswith(("state.", "param_groups."))}
+    if flat:
+        found.flat_optimizer = True
+        _flat_optimizer(flat, found)
+    found.optimizer_options = {str(k): v for k, v in tree.items() if k not in ("state", "param_groups") and k not in flat}
+
+
+def _flat_optimizer(flat: Mapping[str, Tree], found: Found) -> None:
+    """Keys `state.<name>.<kind>` and `param_groups.<name>.<option>`: names may hold dots, kinds and options do not.
+
+    Source: torch 2.13.0, distributed/checkpoint/state_dict.py, _unflatten_optim_state_dict.
+    """
+    options: dict[str, dict[str, Tree]] = {}
+    for key, value in flat.items():
+        part, _, rest = key.partition(".")
+        name, _, last = rest.rpartition(".")
+        (found.states.setdefault(name, {}) if part == "state" else options.setdefault(name, {}))[last] = value
+    order = {name: i for i, name in enumerate(found.model)}
+    names = sorted(options, key=lambda n: order.get(n, len(order)))
+    for name in names:
+        for group in found.groups:
+            if _same({k: v for k, v in group.items() if k != "params"}, options[name]):
+                group["params"].append(name)
+                break
+        else:
+            found.groups.append({"params": [name], **options[name]})
+
+
+def _same(a: Tree, b: Tree) -> bool:
+    """Equal settings, by type and value: 0 and 0.0 and False are three settings."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+# ---- integer keys ---------------------------------------------------------------------------------------------------
+
+
+def named_states(found: Found, shapes: Mapping[str, tuple[int, ...]], where: str, order: Sequence[str] = ()) -> tuple[Optimizer, dict[tuple[str, str], Tree]]:
+    """The optimizer with every parameter under its name, and its states by (name, kind).
+
+    shapes are those of the model's parameters in registration order, aliases left out. Integer ids are mapped by `order` (a list of names
+    that the user gives), by names that the groups record (`param_names`), or where exactly one assignment of the model's order fits
+    every shape of every group; else MissingFact.
+    """
+    ids = [p for g in found.groups for p in _members(g)]
+    keyed = "integers" if any(isinstance(p, int) for p in (*ids, *found.states)) else "names"
+    names: dict[PathKey, str] = {}
+    if keyed == "integers":
+        names = _names_of_ids(found, shapes, where, order)
+    states: dict[tuple[str, str], Tree] = {}
+    for key, entry in found.states.items():
+        name = names.get(key, str(key))
+        if keyed == "integers" and key not in names:
+            raise Damaged(f"the optimizer has state for parameter {key}, which no group lists", where=where, code="optimizer-ids")
+        for kind, value in entry.items():
+            states[name, kind] = value
+    groups = []
+    for g in found.groups:
+        options = {k: v for k, v in g.items() if k not in ("params", "param_names")}
+        groups.append(Group(tuple(names.get(p, str(p)) for p in _members(g)), options))
+    _once([n for g in groups for n in g.params], where)
+    scalars = {k: v for k, v in states.items() if not (isinstance(v, Leaf) and hasattr(v, "shape"))}
+    return Optimizer(tuple(groups), scalars, not found.flat_optimizer, keyed, found.optimizer_options), states
+
+
+def _members(group: Mapping[str, Tree]) -> list[PathKey]:
+    members = group.get("params")
+    return [p if isinstance(p, int) and not isinstance(p, bool) else str(p) for p in members] if isinstance(members, (list, tuple)) else []
+
+
+def _once(members: list[str], where: str) -> None:
+    seen: set[str] = set()
+    for name in members:
+        if name in seen:
+            raise Damaged(f"parameter {name} is in two param groups", where=where, code="optimizer-groups")
+        seen.add(name)
+
+
+def _names_of_ids(found: Found, shapes: Mapping[str, tuple[int, ...]], where: str, order: Sequence[str]) -> dict[PathKey, str]:
+    recorded: dict[PathKey, str] = {}
+    for g in found.groups:
+        members, given = _members(g), g.get("param_names")
+        if isinstance(given, (list, tuple)) and len(given) == len(members):
+            recorded.update(zip(members, map(str, given), strict=True))
+    groups = [[p for p in _members(g)] for g in found.groups] or [sorted(k for k in found.states if isinstance(k, int))]
+    ids = [p for g in groups for p in g]
+    if len(recorded) == len(ids):
+        return recorded
+    if order:
+        return _given_order(ids, order, found, shapes, where)
+    wanted = [[_shape_of(found.states.get(p), shapes) for p in g] for g in groups]
+    assigned = _interleavings(list(shapes.values()), wanted)
+    if assigned is None or isinstance(assigned, str):
+        reason = assigned or "no order of the model's parameters fits the shapes of the optimizer's state"
+        raise MissingFact(
+            "the optimizer's state is keyed by numbers, and which parameter each one means is not in the file",
+            where=where, why=reason, fix="give the names in the optimizer's order, a name a line: --param-order FILE", code="param-order",
+        )  # fmt: skip
+    by_position = list(shapes)
+    return {groups[g][i]: by_position[at] for at, (g, i) in assigned.items()}
+
+
+def _given_order(ids: list[PathKey], order: Sequence[str], found: Found, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[PathKey, str]:
+    if len(order) != len(ids) or len(set(order)) != len(order):
+        raise MissingFact(f"--param-order names {len(set(order))} parameters, the optimizer has {len(ids)}", where=where, fix="list each parameter once, in the optimizer's order", code="param-order")
+    names = dict(zip(ids, order, strict=True))
+    for p, name in names.items():
+        shape = _shape_of(found.states.get(p), shapes)
+        if name not in shapes or (shape is not None and shape != shapes[name]):
+            raise MissingFact(f"--param-order: parameter {p} is {name}, whose shape is {shapes.get(name)}, but its state has {shape}", where=where, code="param-order")
+    return names
+
+
+def _shape_of(entry: Mapping[str, Tree] | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The shape of a parameter by its state; None where there is none, or only scalars."""
+    found = [tuple(v.shape) for k, v in (entry or {}).items() if k != "step" and hasattr(v, "shape")]
+    return found[0] if found and all(s == found[0] for s in found) else None
+
+
+def _interleavings(shapes: list[tuple[int, ...]], groups: list[list[tuple[int, ...] | None]]) -> dict[int, tuple[int, int]] | str | None:
+    """The one way to deal the model's parameters, in order, to the groups in theirs, so that every shape fits; a parameter may be in none.
+
+    Returns {position: (group, place in it)}, None where no way fits, or a text that says why it is not one way.
+    """
+    spare = len(shapes) - sum(map(len, groups))
+    if spare < 0:
+        return f"the optimizer lists {len(shapes) - spare} parameters, the model has {len(shapes)}"
+    sizes = [len(g) for g in groups]
+    states = spare + 1
+    for n in sizes:
+        states *= n + 1
+    if states > 4_000_000:
+        return "there are too many param groups to try every order"
+
+    @cache
+    def ways(at: tuple[int, ...], skipped: int) -> int:
+        position = sum(at) + skipped
+        if position == len(shapes):
+            return 1
+        count = ways(at, skipped + 1) if skipped < spare else 0
+        for g, i in enumerate(at):
+            if i < sizes[g] and groups[g][i] in (None, shapes[position]) and count < 2:
+                count += ways((*at[:g], i + 1, *at[g + 1 :]), skipped)
+        return min(count, 2)
+
+    # Filled from the far end, so that recursion stays shallow however many parameters there are.
+    at, skipped = tuple(0 for _ in sizes), 0
+    _warm(ways, sizes, spare)
+    total = ways(at, skipped)
+    if total == 0:
+        return None
+    if total > 1:
+        return "more than one order of the model's parameters fits the shapes"
+    out = {}
+    while sum(at) + skipped < len(shapes):
+        position = sum(at) + skipped
+        for g, i in enumerate(at):
+            after = (*at[:g], i + 1, *at[g + 1 :])
+            if i < sizes[g] and groups[g][i] in (None, shapes[position]) and ways(after, skipped):
+                out[position] = (g, i)
+                at = after
+                break
+        else:
+            skipped += 1
+    return out
+
+
+def _warm(ways: Callable[[tuple[int, ...], int], int], sizes: list[int], spare: int) -> None:
+    """Calls ways for every state from the far end when there are many parameters: each then only looks one step ahead."""
+    if sum(sizes) + spare < 300:
+        return
+    from itertools import product
+
+    every = sorted(product(*(range(n + 1) for n in sizes)), key=sum, reverse=True)
+    for skipped in range(spare, -1, -1):
+        for at in every:
+            ways(at, skipped)

@@ -1,0 +1,93 @@
+"""What a target is to hold, free of any format, and what a writer gives back. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptctl.core.checkpoint import Checkpoint, Optimizer
+from ckptctl.core.dtype import DType
+from ckptctl.core.output import OutputFile, Region
+from ckptctl.core.tensor import Key, Source, Tensor
+from ckptctl.core.values import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor of the target: which source tensor it is, and its type there."""
+
+    key: Key
+    tensor: Tensor
+    dtype: DType
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as it is moved."""
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the target."""
+        return self.dtype.nbytes(self.tensor.shape)
+
+    def region(self, *, crc: bool = False) -> Region:
+        """All of it."""
+        return Region(self.key, self.dtype, self.shape, (0,) * len(self.shape), self.shape, crc=crc)
+
+    def rows(self, start: int, stop: int, *, crc: bool = False) -> Region:
+        """Rows [start, stop) of axis 0."""
+        lo, size = (start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:])
+        return Region(self.key, self.dtype, self.shape, lo, size, crc=crc)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the fidelity report: a part of the training state, what became of it, and how or why.
+
+    fate is "carried" (bit for bit), "converted", "filled", "dropped", "absent" (not in the source) or "written" (made new).
+    """
+
+    part: str
+    fate: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the target holds: weights by name (aliases included), states by (name, kind), groups, values.
+
+    ties maps alias to owner; collapsed are those aliases that a target with ties leaves out.
+    """
+
+    source: Checkpoint
+    weights: Mapping[str, Item]
+    states: Mapping[tuple[str, str], Item] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    values: Mapping[str, Tree] = field(default_factory=dict)
+    model_values: Mapping[str, Tree] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    collapsed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the user chose for the target, with the documented defaults."""
+
+    max_shard_nbytes: int = 5_000_000_000
+    dp: int = 1
+    index_keys: bool = False
+    bare: bool = False
+    own_names: bool = False
+    """Keep the source's own item names (reshard of a DCP folder)."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A writer's answer: the files, whether they lie in a folder, report lines, and tensors and sources beyond the source's own."""
+
+    files: tuple[OutputFile, ...]
+    folder: bool
+    lines: tuple[Line, ...] = ()
+    tensors: Mapping[Key, Tensor] = field(default_factory=dict)
+    sources: tuple[Source, ...] = ()
+    variant: str = ""

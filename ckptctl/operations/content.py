@@ -1,0 +1,254 @@
+"""What a conversion takes from its source: which weights and states, under which type, and what becomes of every other part.
+
+Pure choice: no bytes are read, no format is named. The report's lines are made here, so that nothing is left out without a word.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckptctl.core.checkpoint import MASTER, WEIGHTS, Checkpoint, Optimizer, is_state, part_of
+from ckptctl.core.dtype import BY_NAME, DType
+from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported, Usage
+from ckptctl.core.tensor import Key, Tensor
+from ckptctl.formats.target import Content, Item, Line
+from ckptctl.names import head_and_embedding, is_tied
+
+TARGETS = ("hf", "torch", "dcp")
+DTYPE_CHOICES = ("source", "float32", "bfloat16", "float16")
+WEIGHT_CHOICES = ("model", "master")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a conversion is to make. The defaults are those of the command line."""
+
+    to: str
+    dtype: str = "source"
+    weights: str = "model"
+    no_optimizer: bool = False
+    only: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    trainable_only: bool = False
+    max_shard_size: str = "5GB"
+    dp: int | None = None
+    tp: int | None = None
+    index_keys: bool = False
+    bare: bool = False
+
+
+def check_flags(wanted: Conversion) -> None:
+    """Usage for flags that do not exist or contradict each other."""
+    if wanted.to not in TARGETS:
+        raise Usage(f"--to {wanted.to}: there is no such target", fix=f"this version writes {', '.join(TARGETS)}")
+    if wanted.dtype not in DTYPE_CHOICES:
+        raise Usage(f"--dtype {wanted.dtype}: there is no such choice", fix=f"one of {', '.join(DTYPE_CHOICES)}")
+    if wanted.weights not in WEIGHT_CHOICES:
+        raise Usage(f"--weights {wanted.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
+    for flag, value, target in (("--dp", wanted.dp, "dcp"), ("--tp", wanted.tp, "dcp"), ("--index-keys", wanted.index_keys, "torch"), ("--bare", wanted.bare, "hf")):
+        if value and wanted.to != target:
+            raise Usage(f"{flag} is for --to {target}, not for --to {wanted.to}", fix=f"leave {flag} out")
+    if wanted.tp is not None and wanted.tp > 1:
+        raise Unsupported(f"--tp {wanted.tp}: a DCP folder over a 2-D mesh is not written by this version", fix="use --dp alone: DCP loads at any mesh")
+
+
+def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Line]]:
+    """The tensors and values to write, and the report's lines about them.
+
+    Raises StateNotCarried where the target has no place for states and --no-optimizer is not given; Unsupported for tensors that
+    cannot be moved; MissingFact where nothing is left.
+    """
+    lines: list[Line] = []
+    weights = _weights(source, wanted, lines)
+    states = {(k.name, k.kind): Item(k, t, t.dtype) for k, t in source.tensors.items() if is_state(k)}
+    scalars = dict(source.optimizer.scalars) if source.optimizer else {}
+    if wanted.to == "hf":
+        _refuse_losing(source, wanted, states)
+    keep = not wanted.no_optimizer and wanted.to != "hf"
+    if keep:
+        _movable(states.values())
+        states = _selected_states(states, weights, source, wanted, lines)
+        optimizer = _selected_groups(source.optimizer, weights, states, wanted)
+    else:
+        _dropped(source, states, wanted, lines)
+        states, optimizer = {}, None
+    values = _values(source, wanted, lines)
+    if keep:
+        _kept(source, states, scalars, optimizer, lines)
+    collapsed = _collapsed(source, weights, wanted, lines)
+    ties = {a: o for a, o in source.ties.items() if a in weights and o in weights and a not in collapsed}
+    return Content(source, weights, states, optimizer, values, source.model_values if wanted.to != "hf" else {}, ties, collapsed), lines
+
+
+def _matches(name: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, g) for g in globs)
+
+
+def _chosen(name: str, wanted: Conversion) -> bool:
+    return (not wanted.only or _matches(name, wanted.only)) and not _matches(name, wanted.exclude)
+
+
+def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[str, Item]:
+    out: dict[str, Item] = {}
+    left, masters, untrained = 0, 0, 0
+    updated = {k.name for k in source.tensors if is_state(k)}
+    for key, tensor in source.tensors.items():
+        if key.kind not in WEIGHTS:
+            continue
+        if not _chosen(key.name, wanted):
+            left += 1
+            continue
+        if wanted.trainable_only and key.name not in updated:
+            untrained += 1
+            continue
+        master = source.tensors.get(Key(key.name, MASTER)) if wanted.weights == "master" else None
+        masters += master is not None
+        used = master or tensor
+        out[key.name] = Item(used.key, used, _dtype(used, wanted.dtype))
+    _unmatched(source, wanted)
+    if not out:
+        raise MissingFact("no weight is left to write", why=f"{left} are left out by --only and --exclude, {untrained} by --trainable-only", fix="check the patterns with `ckptctl ls`", code="no-tensors")
+    _movable(out.values())
+    casts: Counter[str] = Counter()
+    for item in out.values():
+        if item.dtype.name != item.tensor.dtype.name:
+            casts[f"{item.tensor.dtype.name} -> {item.dtype.name}"] += 1
+    nbytes = sum(i.nbytes for i in out.values())
+    taken = f"{len(out)} tensors, {nbytes} bytes"
+    if wanted.weights == "master":
+        taken += f"; {masters} masters, {len(out) - masters} weights as stored"
+    if casts:
+        how = ", ".join(f"{n} cast {pair}, rounded to nearest even" for pair, n in casts.items())
+        lines.append(Line("weights", "converted", f"{taken}; {how}"))
+    else:
+        lines.append(Line("weights", "carried", taken))
+    if left:
+        lines.append(Line("weights", "dropped", f"{left} tensors, left out by --only or --exclude"))
+    if untrained:
+        lines.append(Line("weights", "dropped", f"{untrained} tensors that the optimizer does not update (--trainable-only)"))
+    if source.quantized:
+        if wanted.dtype != "source":
+            raise Unsupported(f"--dtype {wanted.dtype}: the weights are quantized ({source.quantized})", why="their numbers mean nothing without their scales", fix="leave --dtype out: they are copied byte for byte")
+        lines.append(Line("quantization", "carried", f"{source.quantized}: packed tensors are copied byte for byte"))
+    return out
+
+
+def _unmatched(source: Checkpoint, wanted: Conversion) -> None:
+    """A pattern that matches nothing is a typing mistake more often than not."""
+    names = [k.name for k in source.tensors if k.kind in WEIGHTS]
+    for flag, globs in (("--only", wanted.only), ("--exclude", wanted.exclude)):
+        for g in globs:
+            if not any(fnmatchcase(n, g) for n in names):
+                raise Usage(f"{flag} {g!r} matches no tensor", fix="see the names with `ckptctl ls`")
+
+
+def _dtype(tensor: Tensor, choice: str) -> DType:
+    return tensor.dtype if choice == "source" or not tensor.dtype.is_float else BY_NAME[choice]
+
+
+def _movable(items: object) -> None:
+    for item in items:  # type: ignore[attr-defined]
+        if item.tensor.why_unsupported:
+            raise Unsupported(f"{item.key.name} ({item.key.kind}) cannot be moved", why=item.tensor.why_unsupported, fix=f"leave it out with --exclude '{item.key.name}'")
+
+
+def _refuse_losing(source: Checkpoint, wanted: Conversion, states: Mapping[tuple[str, str], Item]) -> None:
+    kinds = sorted({kind for _, kind in states if kind != "step"})
+    if kinds and not wanted.no_optimizer:
+        raise StateNotCarried(
+            f"a Hugging Face folder has no place for the optimizer's state ({', '.join(kinds)})", where=source.root,
+            why=f"{len(states)} tensors of it would be lost", fix="add --no-optimizer to let it go, or convert to torch or dcp, which keep it",
+        )  # fmt: skip
+
+
+def _selected_states(states: dict[tuple[str, str], Item], weights: Mapping[str, Item], source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[tuple[str, str], Item]:
+    names = {k.name for k in source.tensors if k.kind in WEIGHTS}
+    kept = {k: i for k, i in states.items() if k[0] in weights or (k[0] not in names and _chosen(k[0], wanted))}
+    if len(kept) < len(states):
+        lines.append(Line("optimizer state", "dropped", f"{len(states) - len(kept)} tensors of weights that are left out"))
+    return kept
+
+
+def _selected_groups(optimizer: Optimizer | None, weights: Mapping[str, Item], states: Mapping[tuple[str, str], Item], wanted: Conversion) -> Optimizer | None:
+    if optimizer is None or not (wanted.only or wanted.exclude or wanted.trainable_only):
+        return optimizer
+    have = set(weights) | {name for name, _ in states}
+    groups = tuple(type(g)(tuple(p for p in g.params if p in have), g.options) for g in optimizer.groups)
+    scalars = {k: v for k, v in optimizer.scalars.items() if k[0] in have}
+    return Optimizer(groups, scalars, optimizer.order_known, optimizer.keyed, optimizer.options)
+
+
+def _dropped(source: Checkpoint, states: Mapping[tuple[str, str], Item], wanted: Conversion, lines: list[Line]) -> None:
+    why = "--no-optimizer" if wanted.no_optimizer else "a Hugging Face folder has no place for it"
+    for kind, n in Counter(kind for _, kind in states).items():
+        lines.append(Line(kind, "dropped", f"{n} tensors: {why}"))
+    if source.optimizer is not None and source.optimizer.groups:
+        lines.append(Line("param groups", "dropped", why))
+    if source.optimizer is None and not states:
+        lines.append(Line("optimizer state", "absent", "the source has none"))
+
+
+def _kept(source: Checkpoint, states: Mapping[tuple[str, str], Item], scalars: Mapping[tuple[str, str], object], optimizer: Optimizer | None, lines: list[Line]) -> None:
+    counts: dict[str, list[Item]] = {}
+    for (_, kind), item in states.items():
+        counts.setdefault(kind, []).append(item)
+    for kind, items in counts.items():
+        dtypes = ", ".join(sorted({i.dtype.name for i in items}))
+        lines.append(Line(kind, "carried", f"{len(items)} tensors, {sum(i.nbytes for i in items)} bytes, {dtypes}"))
+    for kind, n in Counter(kind for _, kind in scalars).items():
+        lines.append(Line(kind, "carried", f"{n} values"))
+    if optimizer is None:
+        lines.append(Line("optimizer state", "absent", "the source has none"))
+    elif optimizer.groups:
+        order = "" if optimizer.order_known else "; put together by equal settings, in the model's order: the source keeps no groups"
+        lines.append(Line("param groups", "carried", f"{len(optimizer.groups)} groups of {sum(len(g.params) for g in optimizer.groups)} parameters{order}"))
+    else:
+        lines.append(Line("param groups", "absent", "the source has none"))
+
+
+def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[str, object]:
+    out: dict[str, object] = {}
+    by_part: dict[str, list[str]] = {}
+    for name, value in source.values.items():
+        part = part_of(name)
+        by_part.setdefault(part, []).append(name)
+        if wanted.to != "hf" and not (wanted.no_optimizer and part != "other"):
+            out[name] = value
+    for part in ("scheduler", "rng", "counters", "other"):
+        names = by_part.get(part, [])
+        label = {"rng": "random state", "other": "other values"}.get(part, part)
+        if not names:
+            if part != "other":
+                lines.append(Line(label, "absent", "the source has none"))
+            continue
+        kept = [n for n in names if n in out]
+        why = "--no-optimizer" if wanted.no_optimizer and part != "other" else "a Hugging Face folder has no place for it"
+        lines.append(Line(label, "carried" if kept else "dropped", ", ".join(names) if kept else f"{', '.join(names)}: {why}"))
+    if source.model_values:
+        fate = "dropped" if wanted.to == "hf" else "carried"
+        lines.append(Line("values among the weights", fate, ", ".join(list(source.model_values)[:4]) + (": no tensors" if wanted.to == "hf" else "")))
+    return out
+
+
+def tied_pair(source: Checkpoint, names: Mapping[str, object]) -> tuple[str, str] | None:
+    """(head, embedding) where the config ties them and both are there under their own bytes or one's."""
+    config = source.facts.config
+    if config is None or not is_tied(config):
+        return None
+    return head_and_embedding(names)
+
+
+def _collapsed(source: Checkpoint, weights: Mapping[str, Item], wanted: Conversion, lines: list[Line]) -> frozenset[str]:
+    """Aliases that a Hugging Face folder leaves out, since its config ties them. Equality of separate copies is checked before by value."""
+    pair = tied_pair(source, weights) if wanted.to == "hf" else None
+    out = set()
+    if pair is not None:
+        out.add(pair[0])
+        lines.append(Line("tied weights", "carried", f"{pair[0]} is {pair[1]} (tie_word_embeddings), stored once"))
+    for alias, owner in source.ties.items():
+        if alias in weights and alias not in out and wanted.to == "hf":
+            lines.append(Line("tied weights", "filled", f"{alias} has a copy of {owner}: no config ties them"))
+    return frozenset(out)

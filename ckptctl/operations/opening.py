@@ -1,0 +1,138 @@
+"""Opening a source: what lies at a path, which of a run's steps, and the checkpoint read from its headers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptctl import formats
+from ckptctl.core.checkpoint import Checkpoint, Facts
+from ckptctl.core.errors import Damaged, MissingFile, Unrecognised, Unsafe, Unsupported, Usage
+
+_CONFIG_LIMIT = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a source is to be read: what no file says, as the user gives it."""
+
+    model_config: Path | str | None = None
+    format: str | None = None
+    step: str | None = None
+    param_order: Path | str | None = None
+
+
+def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[Checkpoint, formats.Evidence]:
+    """The checkpoint at a path and how it was recognised. Reads headers and metadata, no tensor data.
+
+    Raises Unrecognised, Unsupported, Damaged, MissingFile; Usage for a format that does not exist.
+    """
+    reading = reading or Reading()
+    path = Path(path)
+    given = _given_config(reading.model_config)
+    if reading.format is not None:
+        evidence = formats.Evidence(reading.format, "--from says so", path)
+        reader = formats.reader(reading.format)
+        if not path.exists():
+            raise Unrecognised(f"nothing is at {path}", fix="check the path")
+    else:
+        evidence = formats.detect(step_folder(path, reading.step) if path.is_dir() else path)
+        reader = formats.reader(evidence.format)
+    checkpoint = reader.read(evidence.path, formats.Hints(given, _order(reading.param_order)))
+    if given.config is not None:
+        checkpoint = replace(checkpoint, facts=given)
+    return checkpoint, evidence
+
+
+def _given_config(path: Path | str | None) -> Facts:
+    """--model-config as facts: a config.json, or a folder that has one."""
+    if path is None:
+        return Facts()
+    file = Path(path)
+    if file.is_dir():
+        file = next((f for f in (file / "config.json", file / "huggingface" / "config.json") if f.is_file()), file / "config.json")
+    if not file.is_file():
+        raise MissingFile(f"--model-config: there is no file {file}", fix="give a config.json, or a folder that has one")
+    return read_config(file, str(file))
+
+
+def read_config(file: Path, origin: str) -> Facts:
+    """A config.json as facts. Damaged where it is no JSON object."""
+    if file.stat().st_size > _CONFIG_LIMIT:
+        raise Damaged(f"the config has {file.stat().st_size} bytes, more than {_CONFIG_LIMIT}", where=origin, code="config-too-large")
+    text = file.read_bytes()
+    try:
+        config: Any = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise Damaged("the config is no JSON", where=origin, why=str(err), code="config-not-json") from err
+    if not isinstance(config, dict):
+        raise Damaged("the config is no JSON object", where=origin, why=f"it is a {type(config).__name__}", code="config-not-json")
+    return Facts(config, text, origin)
+
+
+def _order(path: Path | str | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    file = Path(path)
+    if not file.is_file():
+        raise MissingFile(f"--param-order: there is no file {file}")
+    return tuple(line for line in (raw.strip() for raw in file.read_text().splitlines()) if line and not line.startswith("#"))
+
+
+STEP_FOLDERS = ("step-", "step_", "checkpoint-", "checkpoint_", "global_step", "iter_", "step")
+"""How runs name the folders of their steps: a prefix and a number."""
+
+
+def steps_of(path: Path) -> dict[int, Path]:
+    """The folders of a run that are named by step, by number."""
+    found = {}
+    for p in path.iterdir():
+        prefix = next((s for s in STEP_FOLDERS if p.name.startswith(s)), None)
+        digits = p.name[len(prefix) :] if prefix else p.name
+        if p.is_dir() and digits.isdigit():
+            found[int(digits)] = p
+    return found
+
+
+def step_folder(path: Path, wanted: str | None) -> Path:
+    """The folder of one step of a run: the one asked for, or the newest that is complete; path itself where it is no run's folder."""
+    if (path / ".metadata").exists() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        if wanted not in (None, "latest"):
+            raise Usage(f"--step {wanted}: {path} is one checkpoint, not a run's folder")
+        return path
+    steps = steps_of(path)
+    if wanted not in (None, "latest"):
+        if not wanted.isdigit() or int(wanted) not in steps:
+            listed = ", ".join(map(str, sorted(steps))) or "none"
+            raise Unrecognised(f"step {wanted} is not in {path}", why=f"steps there: {listed}", fix="give one of them, or latest")
+        return steps[int(wanted)]
+    if len(steps) < 2:
+        return path
+    for number in sorted(steps, reverse=True):
+        try:
+            formats.detect(steps[number])
+        except Unrecognised:
+            continue
+        except Unsupported:
+            break
+        return steps[number]
+    return path
+
+
+def require_safe(checkpoint: Checkpoint) -> None:
+    """Unsafe where a pickle of the source names something that would run code: nothing that needs its values goes on."""
+    if checkpoint.unsafe:
+        first = checkpoint.unsafe[0]
+        more = f" (and {len(checkpoint.unsafe) - 1} more)" if len(checkpoint.unsafe) > 1 else ""
+        raise Unsafe(
+            f"a pickle names {first.name}, which would run code{more}", where=first.file, why=first.why,
+            fix="nothing was run; do not load this checkpoint elsewhere, and ask who made it", code="pickle-calls-code",
+        )  # fmt: skip
+
+
+def require_tensors(checkpoint: Checkpoint) -> None:
+    """Unrecognised where there is no tensor at all."""
+    if not checkpoint.tensors:
+        raise Unrecognised("the checkpoint holds no tensor", where=checkpoint.root, code="no-tensors", fix="check that this is the right file or folder")
