@@ -73,7 +73,7 @@ def shape_of(nbytes: int) -> Shape:
         inner = -(-hidden * 8 // 3 // 256) * 256
         layer = hidden * hidden * 5 // 2 + 3 * hidden * inner
         layers = max(1, round((nbytes / 12 - 2 * VOCAB * hidden) / layer))
-        off = abs(12 * (2 * VOCAB * hidden + layers * layer) / nbytes - 1) + abs(math.log(layers / 24)) / 50
+        off = abs(12 * (2 * VOCAB * hidden + layers * layer) / nbytes - 1) + abs(math.log(layers / 16)) / 10
         if best is None or off < best[0]:
             best = off, Shape(hidden, inner, layers)
     assert best is not None

@@ -3,9 +3,9 @@
     python benchmarks/run.py [--size 2GB] [--rounds 9] [--python-torch PYTHON] [--work DIR] [--no-write]
 
 Each round does every job once, in turn; a job's output is deleted after it, and the disk is synced before the next one
-starts, outside the clock. Reported are minima and medians over the rounds, and the ratio to `cp` plus fsync of the copy. A
-single pair of times says little: copying the same file takes up to six times longer when the system must first find memory
-for it. The table goes into docs/performance.md, between its markers. Needs about three times --size of free disk.
+starts, outside the clock. Reported are minima and medians over the rounds, and the ratio to `cp` plus fsync of the copy.
+A single pair of times says little: copying the same file takes up to six times longer when the system must first find
+memory for it. The table goes into docs/performance.md, between its markers. Needs about three times --size of disk.
 """
 
 from __future__ import annotations
@@ -108,20 +108,16 @@ def make_jobs(work: Path, python_torch: str | None) -> list[Job]:
             out.write(chunk)
             if not chunk:
                 data.seek(0)
+    small, all_of_it = "`cp` of as many bytes as the weights", "`cp -r` of the checkpoint"
     jobs = [
-        Job("`cp` of as many bytes as the weights", weights, ["cp", str(plain), target], sync=True),
-        Job(
-            "`ckptctl convert --to hf --no-optimizer`",
-            weights,
-            [*to_hf, "--quiet"],
-            like="`cp` of as many bytes as the weights",
-        ),
-        Job("`cp -r` of the checkpoint", total, ["cp", "-r", str(source), target], sync=True),
-        Job("`ckptctl convert --to dcp`", total, [*to_dcp, "--quiet"], like="`cp -r` of the checkpoint"),
+        Job(small, weights, ["cp", str(plain), target], sync=True),
+        Job("`ckptctl convert --to hf --no-optimizer`", weights, [*to_hf, "--quiet"], like=small),
+        Job(all_of_it, total, ["cp", "-r", str(source), target], sync=True),
+        Job("`ckptctl convert --to dcp`", total, [*to_dcp, "--quiet"], like=all_of_it),
     ]
     if python_torch:
         tool = [python_torch, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", str(source), target]
-        jobs.append(Job("torch `dcp_to_torch` (no sync)", total, tool, like="`cp -r` of the checkpoint"))
+        jobs.append(Job("torch `dcp_to_torch` (no sync)", total, tool, like=all_of_it))
     return jobs
 
 
@@ -191,9 +187,10 @@ def main() -> None:
         measure(jobs, work, arguments.rounds, lambda line: print(line, flush=True))
         free.append(free_memory())
     about = (
-        f"{datetime.date.today().isoformat()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"{arguments.ranks} ranks, {arguments.rounds} rounds; {free[0] / 2**30:.1f} GiB of memory free at the start and "
-        f"{free[1] / 2**30:.1f} GiB at the end. Peak memory is above that of an idle interpreter ({idle / 2**20:.0f} MiB)."
+        f"{datetime.date.today().isoformat()}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, {arguments.ranks} ranks, {arguments.rounds} rounds; "
+        f"{free[0] / 2**30:.1f} GiB of memory free at the start and {free[1] / 2**30:.1f} GiB at the end. "
+        f"Peak memory is above that of an idle interpreter ({idle / 2**20:.0f} MiB)."
     )
     text = f"{about}\n\n{table(jobs, idle)}"
     print(text)
