@@ -28,26 +28,15 @@ class ByteSource(Protocol):
         """Exactly n bytes from start. Damaged where there are fewer: checked before memory is taken."""
 
 
-def read_checked(source: ByteSource, start: int, n: int, what: str) -> bytes:
-    """Bytes [start, start + n) of source. Damaged, naming what was to be read, where they are not inside it."""
-    if start < 0 or n < 0 or start + n > source.nbytes:
-        raise Damaged(
-            f"{what} lies outside the file",
-            where=source.path,
-            why=f"bytes {start} to {start + n} are asked for, the file has {source.nbytes}",
-            fix="copy the file again",
-            code="data-truncated",
-        )
-    return source.read(start, n)
-
-
 class FileBytes:
     """Bytes [start, stop) of a file; stop None is the file's end. Use as a context, or close it.
 
     Reads with pread: no position is shared, so threads may read at once. Errors of the system are CkptErrors naming the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], start: int = 0, stop: int | None = None, *, name: str = "") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], start: int = 0, stop: int | None = None, *, name: str = ""
+    ) -> None:
         """Opens path. name is what messages call it (default: path).
 
         Raises Unrecognised where nothing can be opened, Damaged where [start, stop) is not inside the file.
@@ -56,12 +45,14 @@ class FileBytes:
         self._start = start
         self._fd = -1
         try:
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             status = os.fstat(self._fd)
         except (OSError, ValueError) as err:
             self.close()
             why = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
-            raise Unrecognised("the file cannot be opened", where=self.path, why=why, fix="check the path and its rights") from err
+            raise Unrecognised(
+                "the file cannot be opened", where=self.path, why=why, fix="check the path and its rights"
+            ) from err
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise Unrecognised("this is no regular file", where=self.path, fix="give the file itself")
@@ -97,7 +88,9 @@ class FileBytes:
                 parts.append(data)
                 got += len(data)
         except OSError as err:
-            raise CkptError("the file cannot be read", where=self.path, why=err.strerror or str(err), code="read-failed") from err
+            raise CkptError(
+                "the file cannot be read", where=self.path, why=err.strerror or str(err), code="read-failed"
+            ) from err
         if got < n:
             raise Damaged(
                 "the file became shorter while it was read",
@@ -117,7 +110,9 @@ class FileBytes:
     def __enter__(self) -> FileBytes:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:

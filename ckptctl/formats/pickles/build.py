@@ -1,0 +1,510 @@
+"""Pickles into value trees, by a machine of our own: no import, no call of anything that a file names.
+
+What would have been built becomes an inert Record; a fixed short list of calls (`calls.CALLS`) and those that the caller gives are
+evaluated. The machine keeps its own stacks, so nesting costs no recursion, and forgets memo entries that nothing reads.
+Source of the semantics: CPython 3.13, Lib/pickle.py, _Unpickler.
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ckptctl.core.errors import CkptError, Damaged
+from ckptctl.core.values import Global, OrderedPairs, Record, TensorRef, Tree
+from ckptctl.formats.pickles.calls import CALLS, Call, check_key
+from ckptctl.formats.pickles.danger import Finding, findings, is_inert_getattr
+from ckptctl.formats.pickles.nodes import PersistentId, SizeTuple, show
+from ckptctl.formats.pickles.opcodes import OPCODES
+from ckptctl.formats.pickles.scan import Scan, scan
+from ckptctl.formats.pickles.text import TEXT_VALUES
+
+Finish = Callable[[Record, Tree], Tree]
+
+_GETATTR = frozenset({"builtins.getattr", "__builtin__.getattr"})
+_NEWOBJ = frozenset({"copyreg.__newobj__", "copy_reg.__newobj__"})
+_NEWOBJ_EX = frozenset({"copyreg.__newobj_ex__", "copy_reg.__newobj_ex__"})
+_SHARED_SIZES = 1 << 16
+_PAUSE_GC_ABOVE = 1 << 20
+
+
+class Loaded(NamedTuple):
+    """A pickle as a tree. stop is one past it; globals counts how often each name is asked for.
+
+    risky_getattr counts the calls of getattr on something that is not inert.
+    """
+
+    tree: Tree
+    stop: int
+    globals: Counter[Global]
+    risky_getattr: int
+
+    @property
+    def unsafe(self) -> list[Finding]:
+        """The names that would run code."""
+        return findings(self.globals, self.risky_getattr)
+
+
+def load(
+    data: bytes,
+    where: str,
+    *,
+    persistent: Callable[[Tree], Tree] | None = None,
+    rebuild: Mapping[str, Call] | None = None,
+    finish: Mapping[str, Finish] | None = None,
+    known: Mapping[str, Callable[[Tree], Tree]] | None = None,
+    start: int = 0,
+    scanned: Scan | None = None,
+) -> Loaded:
+    """The value tree of the pickle at data[start:]. where is the file's name, for messages.
+
+    persistent turns a persistent id into a tree (default: a PersistentId). rebuild evaluates calls by dotted name: it is given their
+    arguments, and gives NotImplemented to leave a Record. finish is asked when a Record of that func is given its state: what it returns
+    takes the Record's place (or is the Record, its state then set). known is the same for classes whose instances are replaced by
+    something compact made of their state alone; with it, torch.Size gives plain tuples, equal ones shared where they are near each other.
+
+    Raises Damaged (also for bytes that no pickler writes: missing marks, unhashable keys), Unsupported; never runs anything.
+    """
+    raw = data if type(data) is bytes else bytes(data)
+    found = scan(raw, where, start) if scanned is None else scanned
+    machine = _Machine(raw, where, found, persistent, {**CALLS, **(rebuild or {})}, finish or {}, known or {})
+    paused = found.stop - found.start > _PAUSE_GC_ABOVE and gc.isenabled()
+    if paused:
+        gc.disable()  # millions of containers, none of them garbage: each collection would walk them all
+    try:
+        tree = machine.run()
+    finally:
+        if paused:
+            gc.enable()
+    return Loaded(tree, found.stop, machine.globals, machine.risky_getattr)
+
+
+class _Machine:
+    """One pickle being read. at is the opcode's offset once something went wrong."""
+
+    def __init__(
+        self,
+        data: bytes,
+        where: str,
+        found: Scan,
+        persistent: Callable[[Tree], Tree] | None,
+        calls: Mapping[str, Call],
+        finish: Mapping[str, Finish],
+        known: Mapping[str, Callable[[Tree], Tree]],
+    ) -> None:
+        self.data, self.where, self.found = data, where, found
+        self.persistent = persistent or PersistentId
+        self.names, self.finish, self.known = calls, finish, known
+        self.globals: Counter[Global] = Counter()
+        self.risky_getattr = 0
+        self.interned: dict[tuple[str, str], Global] = {}
+        # What a Global means to this machine, by its identity: interned Globals live as long as the machine does.
+        self.calls: dict[int, Call] = {}
+        self.finishers: dict[int, Finish] = {}
+        self.makers: dict[int, Callable[[Tree], Tree]] = {}
+        self.how: dict[int, str] = {}
+        self.sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def run(self) -> Tree:
+        try:
+            return self._run()
+        except CkptError:
+            raise
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as err:
+            opcode = OPCODES.get(self.data[self.at])
+            name = opcode.name if opcode else "an opcode"
+            why = str(err) or type(err).__name__
+            if isinstance(err, IndexError):
+                why = "it needs more on the stack than there is"
+            elif isinstance(err, KeyError):
+                why = f"it reads memo {show(err.args[0] if err.args else '')}, which was never written"
+            raise Damaged(
+                f"the pickle is damaged at {name}",
+                where=self.where,
+                why=f"at byte {self.at}: {why}",
+                fix="copy the file again",
+                code="pickle-damaged",
+            ) from err
+        except (MemoryError, RecursionError) as err:
+            raise Damaged(
+                "the pickle is too deep or too large to read",
+                where=self.where,
+                why=f"at byte {self.at}",
+                code="pickle-damaged",
+            ) from err
+
+    def _run(self) -> Tree:  # noqa: C901, PLR0912, PLR0915 - one loop: calls cost more than the work of most opcodes
+        data, at, read, never = self.data, self.found.start, self.found.read, self.found.stop - self.found.start
+        stack: list[Tree] = []
+        marks: list[list[Tree]] = []
+        memo: dict[int, Tree] = {}
+        aliases: dict[int, list[int]] = {}  # memo ids of records that may be replaced once they have their state
+        # MEMOIZE numbers entries by how many there are: those below dense, and the scattered ones above.
+        dense, scattered = 0, set[int]()
+        makers, calls = self.makers, self.calls
+        u16, u32 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
+        i32, f64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
+        try:
+            while True:
+                op = data[at]
+                if op == 0x94 or op == 0x71 or op == 0x72:  # MEMOIZE, BINPUT, LONG_BINPUT
+                    if op == 0x94:
+                        index, width = dense + len(scattered), 1
+                    elif op == 0x71:
+                        index, width = data[at + 1], 2
+                    else:
+                        index, width = u32(data, at + 1)[0], 5
+                    if index == dense:
+                        dense += 1
+                        while scattered and dense in scattered:
+                            scattered.remove(dense)
+                            dense += 1
+                    elif index > dense:
+                        scattered.add(index)
+                    if index in read or index >= never:
+                        top = stack[-1]
+                        memo[index] = top
+                        if type(top) is Record:
+                            aliases.setdefault(id(top), []).append(index)
+                    at += width
+                elif op == 0x68:  # BINGET
+                    stack.append(memo[data[at + 1]])
+                    at += 2
+                elif op == 0x6A:  # LONG_BINGET
+                    stack.append(memo[u32(data, at + 1)[0]])
+                    at += 5
+                elif op == 0x4B:  # BININT1
+                    stack.append(data[at + 1])
+                    at += 2
+                elif op == 0x4D:  # BININT2
+                    stack.append(u16(data, at + 1)[0])
+                    at += 3
+                elif op == 0x4A:  # BININT
+                    stack.append(i32(data, at + 1)[0])
+                    at += 5
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                    at += 1
+                elif op == 0x86:  # TUPLE2
+                    second = stack.pop()
+                    stack[-1] = (stack[-1], second)
+                    at += 1
+                elif op == 0x28:  # MARK
+                    marks.append(stack)
+                    stack = []
+                    at += 1
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    first = at + 2
+                    stop = first + data[at + 1]
+                    stack.append(str(data[first:stop], "utf-8", "surrogatepass"))
+                    at = stop
+                elif op == 0x58:  # BINUNICODE
+                    first = at + 5
+                    stop = first + u32(data, at + 1)[0]
+                    stack.append(str(data[first:stop], "utf-8", "surrogatepass"))
+                    at = stop
+                elif op == 0x52:  # REDUCE
+                    args = stack.pop()
+                    func = stack[-1]
+                    if not isinstance(args, tuple):
+                        raise TypeError(f"the arguments of a call are a {type(args).__name__}")
+                    call = calls.get(id(func))
+                    made = NotImplemented if call is None else call(args)
+                    stack[-1] = self._record(func, args) if made is NotImplemented else made
+                    at += 1
+                elif op == 0x29:  # EMPTY_TUPLE
+                    stack.append(())
+                    at += 1
+                elif op == 0x81:  # NEWOBJ
+                    args = stack.pop()
+                    if not isinstance(args, tuple):
+                        raise TypeError(f"the arguments of a class are a {type(args).__name__}")
+                    stack[-1] = Record(stack[-1], args, "newobj")
+                    at += 1
+                elif op == 0x7D:  # EMPTY_DICT
+                    stack.append({})
+                    at += 1
+                elif op == 0x75:  # SETITEMS
+                    items, stack = stack, marks.pop()
+                    self._set_items(stack[-1], items)
+                    at += 1
+                elif op == 0x62:  # BUILD
+                    state = stack.pop()
+                    top = stack[-1]
+                    if type(top) is Record:
+                        maker = makers.get(id(top.func))
+                        built = NotImplemented if maker is None else maker(state)
+                        if built is NotImplemented:
+                            built = self._build(top, state)
+                        if built is not top:
+                            stack[-1] = built
+                            for index in aliases.pop(id(top), ()):
+                                if memo.get(index) is top:
+                                    memo[index] = built
+                    else:
+                        self._build_plain(top, state)
+                    at += 1
+                elif op == 0x4E:  # NONE
+                    stack.append(None)
+                    at += 1
+                elif op == 0x88:  # NEWTRUE
+                    stack.append(True)
+                    at += 1
+                elif op == 0x89:  # NEWFALSE
+                    stack.append(False)
+                    at += 1
+                elif op == 0x74:  # TUPLE
+                    items, stack = stack, marks.pop()
+                    stack.append(tuple(items))
+                    at += 1
+                elif op == 0x87:  # TUPLE3
+                    third, second = stack.pop(), stack.pop()
+                    stack[-1] = (stack[-1], second, third)
+                    at += 1
+                elif op == 0x5D:  # EMPTY_LIST
+                    stack.append([])
+                    at += 1
+                elif op == 0x65:  # APPENDS
+                    items, stack = stack, marks.pop()
+                    _append(stack[-1], items)
+                    at += 1
+                elif op == 0x61:  # APPEND
+                    item = stack.pop()
+                    _append(stack[-1], (item,))
+                    at += 1
+                elif op == 0x73:  # SETITEM
+                    value, key = stack.pop(), stack.pop()
+                    self._set_items(stack[-1], [key, value])
+                    at += 1
+                elif op == 0x51:  # BINPERSID
+                    stack[-1] = self.persistent(stack[-1])
+                    at += 1
+                elif op == 0x47:  # BINFLOAT
+                    stack.append(f64(data, at + 1)[0])
+                    at += 9
+                elif op == 0x93:  # STACK_GLOBAL
+                    name, module = stack.pop(), stack[-1]
+                    stack[-1] = self._global(module, name)
+                    at += 1
+                elif op == 0x63:  # GLOBAL
+                    module, name, at = self._two_lines(at + 1)
+                    stack.append(self._global(module, name))
+                elif op == 0x95:  # FRAME
+                    at += 9
+                elif op == 0x80:  # PROTO
+                    at += 2
+                elif op == 0x2E:  # STOP
+                    return stack.pop()
+                # From here on: rare ones.
+                elif op == 0x8A:  # LONG1
+                    first = at + 2
+                    at = first + data[at + 1]
+                    stack.append(int.from_bytes(data[first:at], "little", signed=True))
+                elif op == 0x8B:  # LONG4
+                    first = at + 5
+                    at = first + u32(data, at + 1)[0]
+                    stack.append(int.from_bytes(data[first:at], "little", signed=True))
+                elif op in _COUNTED_BYTES:
+                    operand = OPCODES[op].operand
+                    first = at + 1 + operand
+                    stop = first + int.from_bytes(data[at + 1 : first], "little")
+                    stack.append(_COUNTED_BYTES[op](data[first:stop]))
+                    at = stop
+                elif op in TEXT_VALUES:
+                    line, after = self._line(at + 1)
+                    stack.append(TEXT_VALUES[op](line))
+                    at = after
+                elif op == 0x67:  # GET
+                    line, after = self._line(at + 1)
+                    stack.append(memo[int(line)])
+                    at = after
+                elif op == 0x70:  # PUT
+                    line, after = self._line(at + 1)
+                    index = int(line)
+                    if index < 0:
+                        raise ValueError(f"memo {index}")
+                    if index == dense:
+                        dense += 1
+                        while dense in scattered:
+                            scattered.remove(dense)
+                            dense += 1
+                    elif index > dense:
+                        scattered.add(index)
+                    memo[index] = stack[-1]
+                    if type(stack[-1]) is Record:
+                        aliases.setdefault(id(stack[-1]), []).append(index)
+                    at = after
+                elif op == 0x50:  # PERSID
+                    line, after = self._line(at + 1)
+                    stack.append(self.persistent(str(line, "ascii")))
+                    at = after
+                elif op == 0x6C:  # LIST
+                    items, stack = stack, marks.pop()
+                    stack.append(items)
+                    at += 1
+                elif op == 0x64:  # DICT
+                    items, stack = stack, marks.pop()
+                    stack.append({})
+                    self._set_items(stack[-1], items)
+                    at += 1
+                elif op == 0x8F:  # EMPTY_SET
+                    stack.append(set())
+                    at += 1
+                elif op == 0x90 or op == 0x91:  # ADDITEMS, FROZENSET
+                    items, stack = stack, marks.pop()
+                    for item in items:
+                        check_key(item)
+                    if op == 0x91:
+                        stack.append(frozenset(items))
+                    elif type(stack[-1]) is set:
+                        stack[-1].update(items)
+                    else:
+                        raise TypeError(f"adds to a {type(stack[-1]).__name__} as to a set")
+                    at += 1
+                elif op == 0x30:  # POP: a mark counts as a value
+                    if stack:
+                        stack.pop()
+                    else:
+                        stack = marks.pop()
+                    at += 1
+                elif op == 0x31:  # POP_MARK
+                    stack = marks.pop()
+                    at += 1
+                elif op == 0x32:  # DUP
+                    stack.append(stack[-1])
+                    at += 1
+                elif op == 0x69:  # INST
+                    module, name, after = self._two_lines(at + 1)
+                    items, stack = stack, marks.pop()
+                    self._call(stack, self._global(module, name), tuple(items))
+                    at = after
+                elif op == 0x6F:  # OBJ
+                    items, stack = stack, marks.pop()
+                    self._call(stack, items[0], tuple(items[1:]))
+                    at += 1
+                elif op == 0x92:  # NEWOBJ_EX
+                    kwargs, args = stack.pop(), stack.pop()
+                    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+                        raise TypeError("the arguments of a class are not a tuple and a dict")
+                    stack[-1] = Record(stack[-1], args, "newobj_ex", kwargs)
+                    at += 1
+                else:
+                    raise ValueError(f"the opcode {OPCODES[op].name} is not expected here")
+        finally:
+            self.at = min(at, len(data) - 1)
+
+    def _call(self, stack: list[Tree], func: Tree, args: tuple[Tree, ...]) -> None:
+        call = self.calls.get(id(func))
+        made = NotImplemented if call is None else call(args)
+        stack.append(self._record(func, args) if made is NotImplemented else made)
+
+    def _record(self, func: Tree, args: tuple[Tree, ...]) -> Record:
+        how = self.how.get(id(func), "reduce")
+        if how == "newobj" and args:
+            return Record(args[0], tuple(args[1:]), "newobj")
+        if how == "newobj_ex" and len(args) == 3 and isinstance(args[1], tuple) and isinstance(args[2], dict):
+            return Record(args[0], args[1], "newobj_ex", args[2])
+        if how == "getattr" and not is_inert_getattr(args):
+            self.risky_getattr += 1
+        return Record(func, args)
+
+    def _build(self, record: Record, state: Tree) -> Tree:
+        """The record with its state, or what a finisher puts in its place."""
+        finish = self.finishers.get(id(record.func))
+        if finish is not None:
+            made = finish(record, state)
+            if made is not record:
+                return made
+        if record.has_state:
+            if not (type(record.state) is dict and type(state) is dict):
+                raise ValueError("an object is given its state twice")
+            state = {**record.state, **state}
+        record.state, record.has_state = state, True
+        return record
+
+    @staticmethod
+    def _build_plain(top: Tree, state: Tree) -> None:
+        if not isinstance(top, (OrderedPairs, TensorRef)):
+            raise TypeError(f"puts state on a {type(top).__name__}")
+        top.attributes = state
+
+    @staticmethod
+    def _set_items(target: Tree, items: list[Tree]) -> None:
+        """Pairs of items (key, value, key, value, ...) into a dict or a Record."""
+        if len(items) % 2:
+            raise ValueError("a key without a value")
+        if isinstance(target, dict):
+            for i in range(0, len(items), 2):
+                key = items[i]
+                if type(key) is not str:
+                    check_key(key)
+                target[key] = items[i + 1]
+        elif type(target) is Record:
+            target.pairs.extend(zip(items[::2], items[1::2], strict=True))
+        else:
+            raise TypeError(f"puts items into a {type(target).__name__}")
+
+    def _global(self, module: Tree, name: Tree) -> Global:
+        if type(module) is not str or type(name) is not str:
+            raise TypeError("the name of a global is no text")
+        made = self.interned.get((module, name))
+        if made is None:
+            made = self.interned[module, name] = Global(module, name)
+            dotted = str(made)
+            if dotted in self.names:
+                self.calls[id(made)] = (
+                    self._shared_size if self.known and dotted == "torch.Size" else self.names[dotted]
+                )
+            if dotted in self.finish:
+                self.finishers[id(made)] = self.finish[dotted]
+            if dotted in self.known:
+                self.makers[id(made)] = self.known[dotted]
+            for how, names in (("newobj", _NEWOBJ), ("newobj_ex", _NEWOBJ_EX), ("getattr", _GETATTR)):
+                if dotted in names:
+                    self.how[id(made)] = how
+        self.globals[made] += 1
+        return made
+
+    def _shared_size(self, args: tuple[Tree, ...]) -> Tree:
+        size = args[0] if len(args) == 1 else ()
+        if type(size) is not tuple or not all(type(n) is int for n in size):
+            return NotImplemented
+        if len(self.sizes) >= _SHARED_SIZES:
+            self.sizes.clear()  # most sizes recur soon or never
+        return self.sizes.setdefault(size, size)
+
+    def _line(self, start: int) -> tuple[bytes, int]:
+        stop = self.data.index(b"\n", start)
+        return self.data[start:stop], stop + 1
+
+    def _two_lines(self, start: int) -> tuple[str, str, int]:
+        module, after = self._line(start)
+        name, after = self._line(after)
+        return str(module, "utf-8"), str(name, "utf-8"), after
+
+
+def _append(target: Tree, items: list[Tree] | tuple[Tree, ...]) -> None:
+    if type(target) is list:
+        target.extend(items)
+    elif type(target) is Record:
+        target.items.extend(items)
+    else:
+        raise TypeError(f"appends to a {type(target).__name__}")
+
+
+def _old_text(data: bytes) -> Tree:
+    """A str of Python 2: text where it is UTF-8, as torch.load reads it, else bytes."""
+    try:
+        return str(data, "utf-8")
+    except UnicodeDecodeError:
+        return data
+
+
+_COUNTED_BYTES: dict[int, Callable[[bytes], Tree]] = {
+    0x42: bytes, 0x43: bytes, 0x8E: bytes, 0x96: bytearray,
+    0x8D: lambda data: str(data, "utf-8", "surrogatepass"), 0x54: _old_text, 0x55: _old_text,
+}  # fmt: skip
+__all__ = ["Loaded", "SizeTuple", "load"]

@@ -1,0 +1,44 @@
+"""Values of the text opcodes of protocols 0 and 1. Raises ValueError for text that no pickler writes.
+
+Source: CPython 3.13, Lib/pickle.py, load_int, load_long, load_float, load_string, load_unicode.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+
+from ckptctl.core.values import Tree
+
+
+def _int(line: bytes) -> Tree:
+    if line in (b"00", b"01"):
+        return line == b"01"
+    return int(line, 0)
+
+
+def _long(line: bytes) -> int:
+    return int(line[:-1] if line.endswith(b"L") else line, 0)
+
+
+def _string(line: bytes) -> Tree:
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b'"', b"'"):
+        raise ValueError("a text without its quotes")
+    raw = codecs.escape_decode(line[1:-1])[0]
+    try:
+        return str(raw, "utf-8")
+    except UnicodeDecodeError:
+        return raw
+
+
+def _unicode(line: bytes) -> str:
+    return str(line, "raw-unicode-escape")
+
+
+TEXT_VALUES: dict[int, Callable[[bytes], Tree]] = {
+    ord("I"): _int,
+    ord("L"): _long,
+    ord("F"): float,
+    ord("S"): _string,
+    ord("V"): _unicode,
+}

@@ -1,0 +1,83 @@
+"""Do the tensors of a torch file lie in their storages, and the storages in the file? Pure: looks at a tree and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptctl.core.errors import CkptError, Damaged
+from ckptctl.core.values import Record, Storage, TensorRef, Tree
+from ckptctl.formats.pickles.nodes import show
+from ckptctl.formats.pickles.walk import path_text, walk
+from ckptctl.formats.torchfile.rebuild import why_unsupported
+
+_LIMIT = 2**63
+
+
+def wanted_nbytes(storage: Storage) -> int:
+    """Bytes that a storage must have by what the pickle says of it."""
+    return storage.numel if storage.dtype is None else storage.numel * storage.dtype.itemsize
+
+
+def check_tree(tree: Tree, where: str, unsupported: list[tuple[str, str]]) -> Iterator[CkptError]:
+    """Everything wrong with the tensors and storages of a tree whose storages have their place (start_byte, nbytes).
+
+    Tensors that are whole but cannot be moved are put on unsupported, as (path, why).
+    """
+    for path, node in walk(tree):
+        if isinstance(node, TensorRef):
+            named = path_text(path) or "the tensor"
+            if (found := _tensor_problem(node, where, named)) is not None:
+                yield found
+        elif isinstance(node, Record):
+            if why := why_unsupported(node):
+                unsupported.append((path_text(path), why))
+        elif isinstance(node, Storage) and node.start_byte < 0 and node.location == "meta":
+            unsupported.append((path_text(path), "a meta tensor, which has no data"))
+        elif isinstance(node, Storage) and (found := storage_problem(node, where, path_text(path))) is not None:
+            yield found
+
+
+def storage_problem(storage: Storage, where: str, named: str) -> Damaged | None:
+    """What is wrong with a storage's place; named is the tensor that shows it ("" for none)."""
+    of = f", the storage of {named}," if named else ""
+    if storage.start_byte < 0:
+        return Damaged(
+            f"data/{storage.key}{of} is not in the file",
+            where=f"{where}, {named}" if named else where,
+            why=f"the pickle says it holds {wanted_nbytes(storage)} bytes",
+            fix="copy the file again",
+            code="storage-missing",
+        )
+    if storage.nbytes != wanted_nbytes(storage):
+        return Damaged(
+            f"data/{storage.key}{of} has the wrong size",
+            where=f"{where}, {named}" if named else where,
+            why=f"{wanted_nbytes(storage)} bytes wanted, {storage.nbytes} there",
+            fix="copy the file again",
+            code="storage-size-mismatch",
+        )
+    return None
+
+
+def _tensor_problem(t: TensorRef, where: str, named: str) -> Damaged | None:
+    def bad(what: str, why: str, code: str) -> Damaged:
+        return Damaged(f"{named} {what}", where=f"{where}, {named}", why=why, fix="copy the file again", code=code)
+
+    if len(t.shape) != len(t.stride):
+        return bad(
+            "has a shape and strides that do not fit", f"shape {show(t.shape)}, strides {show(t.stride)}", "bad-shape"
+        )
+    if any(n < 0 for n in t.shape):
+        return bad("has a negative size", f"shape {show(t.shape)}", "bad-shape")
+    if t.offset < 0 or any(n < 0 for n in t.stride):
+        return bad(
+            "has a negative offset or stride", f"offset {show(t.offset)}, strides {show(t.stride)}", "bad-offsets"
+        )
+    if max((*t.shape, *t.stride, t.offset, t.numel * t.dtype.bits), default=0) >= _LIMIT:
+        return bad("is larger than any file", f"shape {show(t.shape)} of {t.dtype.name}", "size-overflow")
+    whole = t.storage.numel if t.storage.dtype is not None else t.storage.numel * 8 // t.dtype.bits
+    used = t.offset + 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) if t.numel else 0
+    if used > whole:
+        why = f"it reaches to element {show(used)} of storage {show(t.storage.key)}, which has {whole}"
+        return bad("lies outside its storage", why, "tensor-outside-storage")
+    return None
