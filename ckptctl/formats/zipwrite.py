@@ -1,18 +1,19 @@
-"""torch.save's zip archive as output segments, byte for byte as torch 2.13 lays it out. Nothing is written here, no pickle is made.
+"""torch.save's zip archive as output segments, byte for byte as torch 2.13 lays it out. No pickle is made here.
 
-Every offset follows from names and sizes; checksums come later (Late segments), so an archive streams, and its extents can be written
-in any order. Source: torch 2.13.0, caffe2/serialize/inline_container.cc (getPadding, writeRecord) and third_party/miniz
-(mz_zip_writer_add_mem_ex_v2, mz_zip_writer_finalize_archive); zip64 checked on an archive of 4 GiB.
+Every offset follows from names and sizes; checksums come later (Late segments), so an archive streams, and its
+extents can be written in any order. Source: torch 2.13.0, caffe2/serialize/inline_container.cc (getPadding,
+writeRecord) and third_party/miniz (mz_zip_writer_add_mem_ex_v2, mz_zip_writer_finalize_archive); zip64 checked on an
+archive of 4 GiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckptctl.core.output import Fill, Late, Put, Region, Segment
 from ckptctl.formats.crc import combine, crc32, crc_of_repeated
-from ckptctl.formats.zipdir import (
+from ckptctl.formats.zipformat import (
     CENTRAL,
     CENTRAL_HEADER,
     DESCRIPTOR,
@@ -31,6 +32,9 @@ from ckptctl.formats.zipdir import (
     ZIP64_ID,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 ALIGNMENT = 64
 """Payloads start at multiples of it, counted from the archive's first byte."""
 _MADE_BY, _NEEDED64 = 0x031E, 0x2D
@@ -41,7 +45,7 @@ Payload = Put | Region | Fill
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What the directory says of one record. crc is a number, or the places in `needs` and lengths whose checksums join to it."""
+    """What the directory says of one record. Its checksum is joined from those of its runs."""
 
     name: bytes
     nbytes: int
@@ -73,7 +77,7 @@ class _Row:
         return DESCRIPTOR + self.crc(got).to_bytes(4, "little") + sizes + sizes if self.nbytes else b""
 
     def extra64(self, compressed: int) -> bytes:
-        """The zip64 extra field, b"" where none is due. The local header has compressed 0: its writer does not know better yet."""
+        """The zip64 extra field, b"" where none is due. A local header has compressed 0, not yet known."""
         values = [self.nbytes, compressed] if self.nbytes >= FULL32 else []
         values += [self.offset] if self.offset >= FULL32 else []
         field = b"".join(v.to_bytes(8, "little") for v in values)
@@ -88,7 +92,23 @@ class _Row:
     def central(self, got: dict[int, int]) -> bytes:
         size, extra = min(self.nbytes, FULL32), self.extra64(self.nbytes)
         row = CENTRAL_HEADER.pack(
-            CENTRAL, 0, 0, self.flags, 0, 0, 0, self.crc(got), size, size, len(self.name), len(extra), 0, 0, 0, 0, min(self.offset, FULL32)
+            CENTRAL,
+            0,
+            0,
+            self.flags,
+            0,
+            0,
+            0,
+            self.crc(got),
+            size,
+            size,
+            len(self.name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            min(self.offset, FULL32),
         )
         return row + self.name + extra
 
@@ -97,12 +117,15 @@ def _u16(value: int) -> bytes:
     return value.to_bytes(2, "little")
 
 
-def torch_zip(records: Sequence[tuple[str, Payload | Sequence[Payload]]], root: str, *, base_index: int = 0) -> list[Segment]:
+def torch_zip(
+    records: Sequence[tuple[str, Payload | Sequence[Payload]]], root: str, *, base_index: int = 0
+) -> list[Segment]:
     """The segments of an archive whose records are root/name, in that order, each a payload or several back to back.
 
-    base_index is the index that the first segment will have in its file: `Late.needs` count from there, so that several archives (the items of
-    a .distcp) can follow each other. Offsets inside count from the archive's own start, which may be any byte.
-    What torch wants of it: data.pkl, version and byteorder are there, storages are data/0, data/1, ... in order after byteorder.
+    base_index is the index that the first segment will have in its file: `Late.needs` count from there, so that
+    several archives (the items of a .distcp) can follow each other. Offsets inside count from the archive's own
+    start, which may be any byte. What torch wants of it: data.pkl, version and byteorder are there, storages are
+    data/0, data/1, ... in order after byteorder.
 
     Raises ValueError for a name that stands twice, is empty or longer than 65535 bytes with its root.
     """

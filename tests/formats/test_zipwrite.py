@@ -59,7 +59,14 @@ def again(raw, path="x"):
     return written(torch_zip(records, directory.root), data)
 
 
-REAL = ["torch/plain_zip", "torch/trainer", "torch/verl_fsdp2", "torch/lightning_ckpt", "hf/llama-bin-sharded", "megatron/legacy_tp2pp2_distopt_dp2"]
+REAL = [
+    "torch/plain_zip",
+    "torch/trainer",
+    "torch/verl_fsdp2",
+    "torch/lightning_ckpt",
+    "hf/llama-bin-sharded",
+    "megatron/legacy_tp2pp2_distopt_dp2",
+]
 
 
 @pytest.mark.parametrize("layout", REAL)
@@ -97,8 +104,14 @@ def test_items_of_a_real_distcp_are_written_again_byte_for_byte():
 
 def test_zipfile_reads_it_and_two_archives_may_share_a_file():
     data = {"a": b"abc" * 50, "b": b"", "c": b"x"}
-    first = torch_zip([("data.pkl", Put(b"N.")), ("data/0", region("a", data["a"])), ("data/1", region("b", b""))], "archive", base_index=1)
-    second = torch_zip([("data.pkl", Put(b"N.")), ("data/0", region("c", data["c"]))], "archive", base_index=1 + len(first))
+    first = torch_zip(
+        [("data.pkl", Put(b"N.")), ("data/0", region("a", data["a"])), ("data/1", region("b", b""))],
+        "archive",
+        base_index=1,
+    )
+    second = torch_zip(
+        [("data.pkl", Put(b"N.")), ("data/0", region("c", data["c"]))], "archive", base_index=1 + len(first)
+    )
     raw = written([Put(b"odd"), *first, *second], data)
     one = 3 + sum(s.nbytes for s in first)
     for part, names in ((raw[3:one], {"data/0": data["a"], "data/1": b""}), (raw[one:], {"data/0": data["c"]})):
@@ -112,7 +125,13 @@ def test_zipfile_reads_it_and_two_archives_may_share_a_file():
 
 def test_a_record_may_be_several_runs_and_padding():
     data = {"a": b"abc" * 5, "b": b"defg"}
-    runs = [region("a", data["a"]), Fill(7, b"\1\2", "padding"), Put(b"known"), region("b", data["b"]), Fill(0, b"", "none")]
+    runs = [
+        region("a", data["a"]),
+        Fill(7, b"\1\2", "padding"),
+        Put(b"known"),
+        region("b", data["b"]),
+        Fill(0, b"", "none"),
+    ]
     raw = written(torch_zip([("data/0", runs), ("version", Put(b"3\n"))], "r"), data)
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         assert archive.testzip() is None
@@ -136,7 +155,9 @@ class Sparse:
     def __init__(self, segments, zeros_crc):
         self.starts, self.parts = [0], []
         for s in segments:
-            self.parts.append(s.make([zeros_crc] * len(s.needs)) if isinstance(s, Late) else s.data if isinstance(s, Put) else None)
+            self.parts.append(
+                s.make([zeros_crc] * len(s.needs)) if isinstance(s, Late) else s.data if isinstance(s, Put) else None
+            )
             self.starts.append(self.starts[-1] + s.nbytes)
         self.nbytes = self.starts[-1]
 
@@ -154,8 +175,18 @@ def test_more_than_four_gib_as_torch_writes_it():
     # Seen in a file that torch 2.13.0 wrote with skip_data(materialize_fake_tensors=True): records of 5, 2**32 + 5, 7 and 0 bytes.
     n = 2**32 + 5
     big = Region(Key("w"), U8, (n,), (0,), (n,))
-    records = [("data.pkl", Put(b"N" * 0x16E + b".")), (".format_version", Put(b"1")), (".storage_alignment", Put(b"64")), ("byteorder", Put(b"little"))]
-    records += [("data/0", region("a", b"12345")), ("data/1", big), ("data/2", region("b", b"1234567")), ("data/3", region("c", b""))]
+    records = [
+        ("data.pkl", Put(b"N" * 0x16E + b".")),
+        (".format_version", Put(b"1")),
+        (".storage_alignment", Put(b"64")),
+        ("byteorder", Put(b"little")),
+    ]
+    records += [
+        ("data/0", region("a", b"12345")),
+        ("data/1", big),
+        ("data/2", region("b", b"1234567")),
+        ("data/3", region("c", b"")),
+    ]
     records += [("version", Put(b"3\n")), (".data/serialization_id", Put(b"0" * 40))]
     source = Sparse(torch_zip(records, "big"), 0)
     assert source.nbytes == 4294969601
@@ -181,7 +212,12 @@ def test_impossible_names_are_refused(name):
 
 def test_torch_reads_it_and_would_have_written_the_same(tmp_path):
     torch = pytest.importorskip("torch", reason="needs torch")
-    state = {"a": torch.arange(1000.0), "e": torch.empty(0), "h": torch.ones(3, dtype=torch.bfloat16), "odd": torch.arange(7, dtype=torch.int8)}
+    state = {
+        "a": torch.arange(1000.0),
+        "e": torch.empty(0),
+        "h": torch.ones(3, dtype=torch.bfloat16),
+        "odd": torch.arange(7, dtype=torch.int8),
+    }
     state |= {f"many.{i}": torch.full((i % 70,), i) for i in range(300)}
     path = tmp_path / "state.pt"
     torch.save(state, path)

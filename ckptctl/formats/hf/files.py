@@ -1,8 +1,8 @@
-"""What lies in a Hugging Face folder: sets of weight files, which of them Transformers would take, and what else is there.
+"""What lies in a Hugging Face folder: sets of weight files, the one Transformers would take, and what else is there.
 
 Looks at names, indexes and config.json; tensor data is read only by compare_sources, on request.
-Source: transformers 5.24.0, modeling_utils.py, _get_resolved_checkpoint_files and _add_variant; peft 0.21.2, utils/constants.py;
-torch 2.13.0, distributed/checkpoint/_hf_utils.py.
+Source: transformers 5.24.0, modeling_utils.py, _get_resolved_checkpoint_files and _add_variant; peft 0.21.2,
+utils/constants.py; torch 2.13.0, distributed/checkpoint/_hf_utils.py.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _STANDARD = re.compile(
     r"|pytorch_model(?:\.(?P<c>[^/]+?))?\.bin|pytorch_model\.bin\.index(?:\.(?P<d>[^/]+))?\.json)"
 )
 _CARRIED = (
-    "tokenizer.*", "tokenizer_*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
-    "sentencepiece*.model", "*.tiktoken", "chat_template.*", "generation_config.json", "preprocessor_config.json",
-    "processor_config.json", "image_processor_config.json", "video_preprocessor_config.json", "feature_extractor_config.json",
-    "*.py", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*", ".gitattributes", "additional_chat_templates/*.jinja",
+    "tokenizer.*", "tokenizer_*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "spiece.model",    "sentencepiece*.model", "*.tiktoken", "chat_template.*", "generation_config.json", "preprocessor_config.json",
+    "processor_config.json", "image_processor_config.json", "video_preprocessor_config.json",
+    "feature_extractor_config.json",    "*.py", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*", ".gitattributes", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _NOT_CARRIED = ("zero_to_fp32.py",)
 _BLOCK = 1 << 22
@@ -44,9 +44,10 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """One complete set of weights: files, relative to the folder, and the index that names them ("" where there is none).
+    """One complete set of weights: files, relative to the folder, and the index that names them ("" for none).
 
-    suffix is .safetensors or .bin. missing are files that index or numbering name and that are not there. why is how it was found.
+    suffix is .safetensors or .bin. missing are files that index or numbering name and that are not there. why is how
+    it was found.
     """
 
     suffix: str
@@ -61,8 +62,9 @@ class WeightSet:
 class HfFolder:
     """sets in Transformers' order of choice, chosen the first of them; None where only something else is there.
 
-    adapter is the weight file of a PEFT adapter ("" where there is none), dcp_shards files of torch's DCP writer that hold slices,
-    carried the files to copy unchanged, unreferenced weight files that the chosen set does not name. indexes are by file name.
+    adapter is the weight file of a PEFT adapter ("" where there is none), dcp_shards files of torch's DCP writer that
+    hold slices, carried the files to copy unchanged, unreferenced weight files that the chosen set does not name.
+    indexes are by file name.
     """
 
     path: Path
@@ -93,8 +95,9 @@ class HfFolder:
             )
             if len(chosen.missing) > 1 and index:
                 held = f"{lost} of {len(index.weight_map)} tensors were in them"
+            total = len(chosen.files) + len(chosen.missing)
             raise MissingFile(
-                f"{len(chosen.missing)} of {len(chosen.files) + len(chosen.missing)} weight files are missing: {short(name)}",
+                f"{len(chosen.missing)} of {total} weight files are missing: {short(name)}",
                 where=f"{self.path}/{chosen.index}" if chosen.index else str(self.path),
                 why=held,
                 fix="copy the missing files",
@@ -104,9 +107,10 @@ class HfFolder:
 
 
 def scan_folder(path: Path, *, variant: str | None = None) -> HfFolder:
-    """What is in a folder. variant asks for that one (fp16, ...); None takes the plain files, else the only variant there is.
+    """What is in a folder. variant asks for that one (fp16, ...); None takes the plain files, else the first variant.
 
-    Raises Damaged, Unsafe or Unsupported for an index or a config.json that cannot be used, Unrecognised where path is no folder.
+    Raises Damaged, Unsafe or Unsupported for an index or a config.json that cannot be used, Unrecognised where path
+    is no folder.
     """
     try:
         names = sorted(p.name for p in path.iterdir())
@@ -216,17 +220,18 @@ def _carried(path: Path, names: list[str]) -> tuple[str, ...]:
 
 
 def compare_sources(path: Path, a: WeightSet, b: WeightSet, *, values: bool = False) -> CkptError | None:
-    """What is wrong with two sets in one folder, of which a loader takes the first: code two-sources, None where they are equal.
+    """What is wrong with two sets in one folder, of which a loader takes the first; None where they are equal.
 
-    Names, dtypes and shapes are compared; with values the bytes, too. Without it, and for .bin files, equal headers are still
-    reported, since nobody has compared the bytes.
+    Its code is two-sources. Names, dtypes and shapes are compared; with values the bytes, too. Without it, and for .bin files, equal headers
+    are still reported, since nobody has compared the bytes.
     """
     shown = f"{a.index or a.files[0]} is taken, {b.index or 'the other'} is not"
     if a.suffix == ".safetensors" == b.suffix:
         left, right = _tensors(path, a), _tensors(path, b)
         differ = sorted(n for n in left.keys() | right.keys() if left.get(n, ("",))[:-1] != right.get(n, ("",))[:-1])
         if differ:
-            why = f"{len(differ)} tensors are in one only, or of another dtype or shape: {', '.join(map(short, differ[:3]))}; {shown}"
+            names = ", ".join(map(short, differ[:3]))
+            why = f"{len(differ)} tensors are in one only, or of another dtype or shape: {names}; {shown}"
             return _two(path, "two sets of weights lie side by side and differ", why)
         if values:
             changed = next((n for n in sorted(left) if not _equal_bytes(path, left[n], right[n])), None)
@@ -268,8 +273,9 @@ def _equal_bytes(path: Path, a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 def slices(header: StHeader, path: str) -> dict[str, tuple[int, ...]] | None:
     """Name -> offsets of the slice that a file of torch's DCP writer holds; None for a file of whole tensors.
 
-    The global shape is in no file: it is the largest offset + size over all shards. Damaged, code dcp-sharding-info, where the text is no
-    such map. Source: torch 2.13.0, distributed/checkpoint/hf_storage.py and _hf_utils.py, DCP_SHARDING_INFO.
+    The global shape is in no file: it is the largest offset + size over all shards. Damaged, code dcp-sharding-info,
+    where the text is no such map. Source: torch 2.13.0, distributed/checkpoint/hf_storage.py and _hf_utils.py,
+    DCP_SHARDING_INFO.
     """
     text = header.metadata.get("DCP_SHARDING_INFO")
     if text is None:

@@ -1,7 +1,7 @@
-"""Index files of sharded weights: reading one as a stranger's, writing one as Transformers does, and how weights are split.
+"""Index files of sharded weights: reading one safely, writing one as Transformers does, splitting.
 
-Source: transformers 5.24.0, modeling_utils.py, save_pretrained and _get_resolved_checkpoint_files; huggingface_hub 2.4.0,
-serialization/_base.py.
+Source: transformers 5.24.0, modeling_utils.py, save_pretrained and _get_resolved_checkpoint_files; huggingface_hub
+2.4.0, serialization/_base.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEVERITY = {"total-size-missing": "warning", "total-size-mismatch": "warning", 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """weight_map: tensor name -> file, relative to the index's folder, checked to stay in it. metadata is as it stands."""
+    """weight_map is tensor name -> file, relative to the index's folder and inside it. metadata is as it stands."""
 
     path: str
     weight_map: dict[str, str]
@@ -41,7 +41,7 @@ class Index:
 
     @property
     def total_size(self) -> int | None:
-        """Bytes of all tensors as the index says; None where it says nothing usable. Some writers give a whole float."""
+        """Bytes of all tensors as the index says, None where it says nothing usable. Some writers give a float."""
         value = self.metadata.get("total_size")
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value in (1e999, -1e999):
             return None
@@ -75,8 +75,8 @@ class _Draft:
 def read_index(path: Path, name: str = "") -> Index:
     """An index file. name is what messages call it (default: path).
 
-    Raises Damaged (index-not-json, duplicate-name, ...), Unsafe (path-escapes) or Unsupported (over 64 MiB) for the first
-    problem that is an error. A missing or odd metadata.total_size is a warning.
+    Raises Damaged (index-not-json, duplicate-name, ...), Unsafe (path-escapes) or Unsupported (over 64 MiB) for the
+    first problem that is an error. A missing or odd metadata.total_size is a warning.
     """
     draft = _examine(path, name or str(path))
     for problem in draft.problems:
