@@ -3,7 +3,7 @@
     python benchmarks/run.py [--size 2GB] [--rounds 9] [--python-torch PYTHON] [--work DIR] [--no-write]
 
 Each round does every job once, in turn; a job's output is deleted after it, and the disk is synced before the next one
-starts, outside the clock. Reported are minima and medians over the rounds, and the ratio to `cp` plus fsync of the copy.
+starts, outside the clock. Reported are minima and medians over the rounds, and the ratio to `cp` and fsync of the copy.
 A single pair of times says little: copying the same file takes up to six times longer when the system must first find
 memory for it. The table goes into docs/performance.md, between its markers. Needs about three times --size of disk.
 """
