@@ -154,6 +154,15 @@ def test_every_example_runs_and_prints_what_is_shown(page, console):
             assert same, f"$ {example.line}\n{printed}\n--- is not what {page.name} shows:\n{example.shown}"
 
 
+def test_the_demo_finds_every_byte_equal():
+    commands()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    demo = [sys.executable, str(ROOT / "fixtures" / "demo.py")]
+    done = subprocess.run(demo, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All 39 tensors are there, and every byte is equal" in done.stdout
+
+
 def error_classes() -> dict[str, type[errors.CkptError]]:
     return {n: c for n, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.CkptError)}
 
