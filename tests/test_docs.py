@@ -28,6 +28,7 @@ def commands() -> dict[str, Any]:
     if importlib.util.find_spec("ckptctl.cli.main") is None:
         pytest.skip("there is no command line yet")
     import typer
+
     from ckptctl.cli.main import app
 
     return {name: command for name, command in typer.main.get_command(app).commands.items() if not command.hidden}
