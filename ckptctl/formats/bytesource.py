@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TYPE_CHECKING
 
 from ckptctl.core.errors import CkptError, Damaged, Unrecognised
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 _AT_ONCE = 1 << 30
 """Linux moves at most 0x7FFFF000 bytes a call. Source: man 2 read."""

@@ -25,6 +25,8 @@ _INTS = re.compile(
 )
 _INT = re.compile(rb"[0-9]++")
 _BLOCK = 1 << 20
+_SKIP_LIMIT = 1 << 22
+"""Bytes of values that nobody asked for; more is no header or index, and would take minutes to check."""
 
 
 class Scan:
@@ -35,6 +37,7 @@ class Scan:
 
     def __init__(self, text: bytes, path: str, *, noun: str, code: str, base: int = 0) -> None:
         self.text, self.path, self.noun, self.code, self.base = text, path, noun, code, base
+        self.skipped = 0
 
     def check_utf8(self, code: str) -> None:
         """Damaged with that code where the text is not UTF-8. Takes memory for a block at a time."""
@@ -101,16 +104,18 @@ class Scan:
             self.fail(p, "the end is wanted")
 
     def skip(self, p: int) -> int:
-        """Past the value at p, whatever it is. Damaged with code bad-entry where it is nested over 128 deep."""
+        """Past the value at p, whatever it is.
+
+        Damaged with code bad-entry where it is nested over 128 deep, or all that was skipped is over 4 MiB.
+        """
         closers = bytearray()
         while True:
-            p = self.space(p)
+            first, p = p, self.space(p)
             c = self.byte(p)
             if c in (b"{", b"["):
                 closers += b"}" if c == b"{" else b"]"
                 if len(closers) > DEPTH - 2:
-                    what, why = f"{self.noun} is nested over {DEPTH} deep", f"at byte {self.base + p:,}"
-                    raise Damaged(what, where=self.path, why=why, fix="write the file again", code="bad-entry")
+                    self._odd(p, f"{self.noun} is nested over {DEPTH} deep")
                 inner = self.space(p + 1)
                 if self.byte(inner) != closers[-1:]:
                     p = self.key(inner)[1] if c == b"{" else inner
@@ -124,6 +129,9 @@ class Scan:
                 if found is None:
                     self.fail(p, "a value is wanted")
                 p = found.end()
+            self.skipped += p - first
+            if self.skipped > _SKIP_LIMIT:
+                self._odd(p, f"{self.noun} holds over {_SKIP_LIMIT:,} bytes that have no meaning in it")
             while closers:
                 more, p = self.next(p, bytes(closers[-1:]))
                 if not more:
@@ -134,6 +142,10 @@ class Scan:
                 break
             else:
                 return p
+
+    def _odd(self, p: int, what: str) -> NoReturn:
+        why, fix = f"at byte {self.base + p:,}", "write the file again"
+        raise Damaged(what, where=self.path, why=why, fix=fix, code="bad-entry")
 
     def ints(self, p: int) -> tuple[tuple[int, ...] | None, str, int]:
         """The list at p of integers from 0 to 2**64 - 1 (None, and why, where it is none), and the position behind."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ckptctl.core.checkpoint import Group, Optimizer, PathKey
 from ckptctl.core.errors import Damaged, MissingFact
-from ckptctl.core.values import Tree
+from ckptctl.core.values import Array, Record, Tree
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "network", "net", "weights", "params")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizers", "optimizer_states", "opt")
@@ -327,3 +327,29 @@ def _warm(ways: Callable[[tuple[int, ...], int], int], sizes: list[int], spare: 
     for skipped in range(spare, -1, -1):
         for at in every:
             ways(at, skipped)
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def plain(tree: Tree) -> Any:
+    """A config inside a pickle as JSON data; what JSON cannot say becomes text."""
+    if isinstance(tree, dict):
+        return {str(k): plain(v) for k, v in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [plain(v) for v in tree]
+    return tree if tree is None or isinstance(tree, (bool, int, float, str)) else str(tree.cls if isinstance(tree, Record) else tree)
+
+
+def number(value: Tree) -> int | None:
+    """A step as a whole number: an integer, or a 0-d tensor or array of one."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, float)):
+        return int(value) if value == int(value) else None
+    if isinstance(value, Array) and len(value.data) and value.dtype in ("float32", "float64", "int64", "int32"):
+        import numpy as np
+
+        got = np.frombuffer(value.data, np.dtype(value.dtype))
+        return int(got[0]) if len(got) == 1 else None
+    return None

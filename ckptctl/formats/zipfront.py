@@ -13,7 +13,8 @@ def first_records(prefix: bytes, base: int = 0) -> dict[str, tuple[int, int]]:
     """Records found from the front: name -> (base + first payload byte, bytes; -1 where prefix ends first).
 
     prefix begins at a local header. Only STORED records are followed; the list ends at the first record whose end is
-    not in prefix, or at anything else than a local header. Damaged (archive-inconsistent) where it does not start with one.
+    not in prefix, or at anything else than a local header. Raises Damaged (archive-inconsistent) where
+    it does not start with one.
 
     torch leaves sizes out of local headers and puts them into a descriptor behind the payload, so the payload's end is
     looked for: the first descriptor whose two sizes are its own distance from the payload's start and whose CRC-32 is

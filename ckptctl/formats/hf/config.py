@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder: reading it, and what it says of the bytes; what it says of layers is not here."""
+"""config.json of a Hugging Face folder: reading it, and what it says of the bytes. Layers are not here."""
 
 from __future__ import annotations
 

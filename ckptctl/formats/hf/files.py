@@ -34,9 +34,10 @@ _STANDARD = re.compile(
 )
 _CARRIED = (
     "tokenizer.*", "tokenizer_*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "spiece.model",    "sentencepiece*.model", "*.tiktoken", "chat_template.*", "generation_config.json", "preprocessor_config.json",
-    "processor_config.json", "image_processor_config.json", "video_preprocessor_config.json",
-    "feature_extractor_config.json",    "*.py", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*", ".gitattributes", "additional_chat_templates/*.jinja",
+    "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja",
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
+    "video_preprocessor_config.json", "feature_extractor_config.json", "*.py", "README.md", "LICENSE*", "NOTICE*",
+    "USE_POLICY*", ".gitattributes",
 )  # fmt: skip
 _NOT_CARRIED = ("zero_to_fp32.py",)
 _BLOCK = 1 << 22
@@ -127,7 +128,10 @@ def scan_folder(path: Path, *, variant: str | None = None) -> HfFolder:
         sets = _unnamed(names, adapter)
     for a, b in itertools.pairwise(sets):
         if a.suffix == b.suffix and a.variant == b.variant and a.why != "config.json":
-            problem = compare_sources(path, a, b)
+            try:
+                problem = compare_sources(path, a, b)
+            except CkptError as err:  # the reader meets it again, if it takes that file
+                problem = _two(path, "two sets of weights lie side by side", f"{err.where}: {err.what}")
             warnings += [problem] if problem else []
     variants = sorted({s.variant for s in sets})
     if variant is None and len(variants) > 1 and variants[0]:
@@ -222,8 +226,8 @@ def _carried(path: Path, names: list[str]) -> tuple[str, ...]:
 def compare_sources(path: Path, a: WeightSet, b: WeightSet, *, values: bool = False) -> CkptError | None:
     """What is wrong with two sets in one folder, of which a loader takes the first; None where they are equal.
 
-    Its code is two-sources. Names, dtypes and shapes are compared; with values the bytes, too. Without it, and for .bin files, equal headers
-    are still reported, since nobody has compared the bytes.
+    Its code is two-sources. Names, dtypes and shapes are compared; with values the bytes, too. Without it, and for
+    .bin files, equal headers are still reported, since nobody has compared the bytes.
     """
     shown = f"{a.index or a.files[0]} is taken, {b.index or 'the other'} is not"
     if a.suffix == ".safetensors" == b.suffix:

@@ -6,14 +6,17 @@ Source: NumPy 2.3, numpy/_core/src/multiarray/methods.c, array_reduce and array_
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
 from ckptctl.core.errors import Damaged
 from ckptctl.core.values import Global, Record, Tree
-from ckptctl.formats.pickles.calls import Call
 from ckptctl.formats.pickles.nodes import NumpyArray, show
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptctl.formats.pickles.calls import Call
+    from collections.abc import Mapping
 
 _PLAIN = {
     f"{kind}{size}"

@@ -28,6 +28,11 @@ _GETATTR = frozenset({"builtins.getattr", "__builtin__.getattr"})
 _NEWOBJ = frozenset({"copyreg.__newobj__", "copy_reg.__newobj__"})
 _NEWOBJ_EX = frozenset({"copyreg.__newobj_ex__", "copy_reg.__newobj_ex__"})
 _SHARED_SIZES = 1 << 16
+# Runs of opcodes that make up most of a large pickle of objects, read in one step where no GET reads what they put into the memo.
+_FRESH = b")\x81\x94}\x94("
+"""EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK: an instance whose state, a dict, follows."""
+_SIZE = b"\x94\x85\x94R\x94"
+"""MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE: a call with the tuple before it as the only argument, as torch.Size is written."""
 _PAUSE_GC_ABOVE = 1 << 20
 
 
@@ -82,6 +87,13 @@ def load(
     return Loaded(tree, found.stop, machine.globals, machine.risky_getattr)
 
 
+class _Fresh(NamedTuple):
+    """An instance of a known class that waits for its state and is in no memo: one stands for all."""
+
+    cls: Global
+    make: Callable[[Tree], Tree]
+
+
 class _Machine:
     """One pickle being read. at is the opcode's offset once something went wrong."""
 
@@ -105,6 +117,7 @@ class _Machine:
         self.calls: dict[int, Call] = {}
         self.finishers: dict[int, Finish] = {}
         self.makers: dict[int, Callable[[Tree], Tree]] = {}
+        self.fresh: dict[int, _Fresh] = {}
         self.how: dict[int, str] = {}
         self.sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -136,7 +149,7 @@ class _Machine:
                 code="pickle-damaged",
             ) from err
 
-    def _run(self) -> Tree:  # noqa: C901, PLR0912, PLR0915 - one loop: calls cost more than the work of most opcodes
+    def _run(self) -> Tree:
         data, at, read, never = self.data, self.found.start, self.found.read, self.found.stop - self.found.start
         stack: list[Tree] = []
         marks: list[list[Tree]] = []
@@ -144,97 +157,70 @@ class _Machine:
         aliases: dict[int, list[int]] = {}  # memo ids of records that may be replaced once they have their state
         # MEMOIZE numbers entries by how many there are: those below dense, and the scattered ones above.
         dense, scattered = 0, set[int]()
-        makers, calls = self.makers, self.calls
+        waiting = 0  # how many _Fresh stand for an object whose state has yet to come
+        makers, fresh = self.makers, self.fresh
         u16, u32 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
         i32, f64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
         try:
             while True:
                 op = data[at]
-                if op == 0x94 or op == 0x71 or op == 0x72:  # MEMOIZE, BINPUT, LONG_BINPUT
-                    if op == 0x94:
-                        index, width = dense + len(scattered), 1
-                    elif op == 0x71:
-                        index, width = data[at + 1], 2
-                    else:
-                        index, width = u32(data, at + 1)[0], 5
-                    if index == dense:
+                if op == 0x94:  # MEMOIZE
+                    index = dense + len(scattered)
+                    dense += 1
+                    if scattered and index >= dense:
+                        dense = self._memoized(index, dense - 1, scattered)
+                    if index in read:
+                        top = stack[-1]
+                        memo[index] = top
+                        if type(top) is Record:
+                            aliases.setdefault(id(top), []).append(index)
+                    at += 1
+                elif op == 0x6A:  # LONG_BINGET
+                    stack.append(memo[u32(data, at + 1)[0]])
+                    at += 5
+                elif op == 0x68:  # BINGET
+                    stack.append(memo[data[at + 1]])
+                    at += 2
+                elif op == 0x71 or op == 0x72:  # BINPUT, LONG_BINPUT
+                    index = data[at + 1] if op == 0x71 else u32(data, at + 1)[0]
+                    if index == dense and not scattered:
                         dense += 1
-                        while scattered and dense in scattered:
-                            scattered.remove(dense)
-                            dense += 1
-                    elif index > dense:
-                        scattered.add(index)
+                    else:
+                        dense = self._memoized(index, dense, scattered)
                     if index in read or index >= never:
                         top = stack[-1]
                         memo[index] = top
                         if type(top) is Record:
                             aliases.setdefault(id(top), []).append(index)
-                    at += width
-                elif op == 0x68:  # BINGET
-                    stack.append(memo[data[at + 1]])
-                    at += 2
-                elif op == 0x6A:  # LONG_BINGET
-                    stack.append(memo[u32(data, at + 1)[0]])
-                    at += 5
+                    at += 2 if op == 0x71 else 5
                 elif op == 0x4B:  # BININT1
                     stack.append(data[at + 1])
                     at += 2
                 elif op == 0x4D:  # BININT2
                     stack.append(u16(data, at + 1)[0])
                     at += 3
-                elif op == 0x4A:  # BININT
-                    stack.append(i32(data, at + 1)[0])
-                    at += 5
-                elif op == 0x85:  # TUPLE1
-                    stack[-1] = (stack[-1],)
-                    at += 1
-                elif op == 0x86:  # TUPLE2
-                    second = stack.pop()
-                    stack[-1] = (stack[-1], second)
-                    at += 1
-                elif op == 0x28:  # MARK
-                    marks.append(stack)
-                    stack = []
-                    at += 1
-                elif op == 0x8C:  # SHORT_BINUNICODE
-                    first = at + 2
-                    stop = first + data[at + 1]
-                    stack.append(str(data[first:stop], "utf-8", "surrogatepass"))
-                    at = stop
-                elif op == 0x58:  # BINUNICODE
-                    first = at + 5
-                    stop = first + u32(data, at + 1)[0]
-                    stack.append(str(data[first:stop], "utf-8", "surrogatepass"))
-                    at = stop
-                elif op == 0x52:  # REDUCE
-                    args = stack.pop()
-                    func = stack[-1]
-                    if not isinstance(args, tuple):
-                        raise TypeError(f"the arguments of a call are a {type(args).__name__}")
-                    call = calls.get(id(func))
-                    made = NotImplemented if call is None else call(args)
-                    stack[-1] = self._record(func, args) if made is NotImplemented else made
-                    at += 1
-                elif op == 0x29:  # EMPTY_TUPLE
-                    stack.append(())
-                    at += 1
-                elif op == 0x81:  # NEWOBJ
-                    args = stack.pop()
-                    if not isinstance(args, tuple):
-                        raise TypeError(f"the arguments of a class are a {type(args).__name__}")
-                    stack[-1] = Record(stack[-1], args, "newobj")
-                    at += 1
-                elif op == 0x7D:  # EMPTY_DICT
-                    stack.append({})
-                    at += 1
                 elif op == 0x75:  # SETITEMS
                     items, stack = stack, marks.pop()
-                    self._set_items(stack[-1], items)
+                    top = stack[-1]
+                    if type(top) is dict and len(items) <= 8 and not len(items) % 2:
+                        rows = iter(items)
+                        for key in rows:
+                            if type(key) is not str:
+                                check_key(key)
+                            top[key] = next(rows)
+                    else:
+                        self._set_items(top, items)
                     at += 1
                 elif op == 0x62:  # BUILD
                     state = stack.pop()
                     top = stack[-1]
-                    if type(top) is Record:
+                    if type(top) is _Fresh:
+                        waiting -= 1
+                        built = top.make(state)
+                        stack[-1] = (
+                            self._build(Record(top.cls, (), "newobj"), state) if built is NotImplemented else built
+                        )
+                    elif type(top) is Record:
                         maker = makers.get(id(top.func))
                         built = NotImplemented if maker is None else maker(state)
                         if built is NotImplemented:
@@ -246,6 +232,77 @@ class _Machine:
                                     memo[index] = built
                     else:
                         self._build_plain(top, state)
+                    at += 1
+                elif op == 0x29:  # EMPTY_TUPLE
+                    if data[at : at + 6] == _FRESH and not scattered and read.isdisjoint((dense, dense + 1)):
+                        top = stack[-1]
+                        blank = fresh.get(id(top))
+                        waiting += blank is not None
+                        stack[-1] = blank or Record(top, (), "newobj")
+                        stack.append({})
+                        marks.append(stack)
+                        stack = []
+                        dense += 2
+                        at += 6
+                    else:
+                        stack.append(())
+                        at += 1
+                elif op == 0x86:  # TUPLE2
+                    second = stack.pop()
+                    tail = (stack.pop(), second)
+                    if (
+                        data[at + 1 : at + 6] == _SIZE
+                        and not scattered
+                        and read.isdisjoint((dense, dense + 1, dense + 2))
+                    ):
+                        stack[-1] = self._reduce(stack[-1], (tail,))
+                        dense += 3
+                        at += 6
+                    else:
+                        stack.append(tail)
+                        at += 1
+                elif op == 0x4A:  # BININT
+                    stack.append(i32(data, at + 1)[0])
+                    at += 5
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    first = at + 2
+                    stop = first + data[at + 1]
+                    stack.append(str(data[first:stop], "utf-8", "surrogatepass"))
+                    at = stop
+                elif op == 0x85:  # TUPLE1
+                    tail = (stack.pop(),)
+                    if (
+                        data[at + 1 : at + 6] == _SIZE
+                        and not scattered
+                        and read.isdisjoint((dense, dense + 1, dense + 2))
+                    ):
+                        stack[-1] = self._reduce(stack[-1], (tail,))
+                        dense += 3
+                        at += 6
+                    else:
+                        stack.append(tail)
+                        at += 1
+                elif op == 0x28:  # MARK
+                    marks.append(stack)
+                    stack = []
+                    at += 1
+                elif op == 0x58:  # BINUNICODE
+                    first = at + 5
+                    stop = first + u32(data, at + 1)[0]
+                    stack.append(str(data[first:stop], "utf-8", "surrogatepass"))
+                    at = stop
+                elif op == 0x52:  # REDUCE
+                    args = stack.pop()
+                    stack[-1] = self._reduce(stack[-1], args)
+                    at += 1
+                elif op == 0x81:  # NEWOBJ
+                    args = stack.pop()
+                    if not isinstance(args, tuple):
+                        raise TypeError(f"the arguments of a class are a {type(args).__name__}")
+                    stack[-1] = Record(stack[-1], args, "newobj")
+                    at += 1
+                elif op == 0x7D:  # EMPTY_DICT
+                    stack.append({})
                     at += 1
                 elif op == 0x4E:  # NONE
                     stack.append(None)
@@ -297,6 +354,8 @@ class _Machine:
                 elif op == 0x80:  # PROTO
                     at += 2
                 elif op == 0x2E:  # STOP
+                    if waiting:
+                        raise ValueError("an object was never given its state")
                     return stack.pop()
                 # From here on: rare ones.
                 elif op == 0x8A:  # LONG1
@@ -326,13 +385,7 @@ class _Machine:
                     index = int(line)
                     if index < 0:
                         raise ValueError(f"memo {index}")
-                    if index == dense:
-                        dense += 1
-                        while dense in scattered:
-                            scattered.remove(dense)
-                            dense += 1
-                    elif index > dense:
-                        scattered.add(index)
+                    dense = self._memoized(index, dense, scattered)
                     memo[index] = stack[-1]
                     if type(stack[-1]) is Record:
                         aliases.setdefault(id(stack[-1]), []).append(index)
@@ -374,16 +427,17 @@ class _Machine:
                     stack = marks.pop()
                     at += 1
                 elif op == 0x32:  # DUP
+                    waiting += type(stack[-1]) is _Fresh
                     stack.append(stack[-1])
                     at += 1
                 elif op == 0x69:  # INST
                     module, name, after = self._two_lines(at + 1)
                     items, stack = stack, marks.pop()
-                    self._call(stack, self._global(module, name), tuple(items))
+                    stack.append(self._reduce(self._global(module, name), tuple(items)))
                     at = after
                 elif op == 0x6F:  # OBJ
                     items, stack = stack, marks.pop()
-                    self._call(stack, items[0], tuple(items[1:]))
+                    stack.append(self._reduce(items[0], tuple(items[1:])))
                     at += 1
                 elif op == 0x92:  # NEWOBJ_EX
                     kwargs, args = stack.pop(), stack.pop()
@@ -396,10 +450,13 @@ class _Machine:
         finally:
             self.at = min(at, len(data) - 1)
 
-    def _call(self, stack: list[Tree], func: Tree, args: tuple[Tree, ...]) -> None:
+    def _reduce(self, func: Tree, args: Tree) -> Tree:
+        """func(*args): evaluated where a call of ours stands for it, else a Record."""
+        if not isinstance(args, tuple):
+            raise TypeError(f"the arguments of a call are a {type(args).__name__}")
         call = self.calls.get(id(func))
         made = NotImplemented if call is None else call(args)
-        stack.append(self._record(func, args) if made is NotImplemented else made)
+        return self._record(func, args) if made is NotImplemented else made
 
     def _record(self, func: Tree, args: tuple[Tree, ...]) -> Record:
         how = self.how.get(id(func), "reduce")
@@ -447,6 +504,18 @@ class _Machine:
         else:
             raise TypeError(f"puts items into a {type(target).__name__}")
 
+    @staticmethod
+    def _memoized(index: int, dense: int, scattered: set[int]) -> int:
+        """Counts one more memo entry; gives the new dense."""
+        if index > dense:
+            scattered.add(index)
+        elif index == dense:
+            dense += 1
+            while dense in scattered:
+                scattered.remove(dense)
+                dense += 1
+        return dense
+
     def _global(self, module: Tree, name: Tree) -> Global:
         if type(module) is not str or type(name) is not str:
             raise TypeError("the name of a global is no text")
@@ -462,6 +531,7 @@ class _Machine:
                 self.finishers[id(made)] = self.finish[dotted]
             if dotted in self.known:
                 self.makers[id(made)] = self.known[dotted]
+                self.fresh[id(made)] = _Fresh(made, self.known[dotted])
             for how, names in (("newobj", _NEWOBJ), ("newobj_ex", _NEWOBJ_EX), ("getattr", _GETATTR)):
                 if dotted in names:
                     self.how[id(made)] = how
@@ -470,6 +540,8 @@ class _Machine:
 
     def _shared_size(self, args: tuple[Tree, ...]) -> Tree:
         size = args[0] if len(args) == 1 else ()
+        if type(size) is tuple and (shared := self.sizes.get(size)) is not None:
+            return shared
         if type(size) is not tuple or not all(type(n) is int for n in size):
             return NotImplemented
         if len(self.sizes) >= _SHARED_SIZES:

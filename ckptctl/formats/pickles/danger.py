@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections import Counter
 from importlib import resources
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 from ckptctl.core.dtype import DTYPES
 from ckptctl.core.values import Global, Record, Tree
+
+if TYPE_CHECKING:
+    from collections import Counter
 
 Verdict = Literal["dangerous", "known", "unknown"]
 

@@ -204,7 +204,7 @@ class _Writer:
             self.out += b"u" if len(batch) > 1 else b"s"
 
     def _call(self, obj: Tree, func: Tree, args: tuple[Tree, ...]) -> Steps:
-        """obj as func(*args); True (as the steps' value) where a cycle had written it already."""
+        """Obj as func(*args); True (as the steps' value) where a cycle had written it already."""
         yield func
         yield args
         if not self._again(obj, b"00"):

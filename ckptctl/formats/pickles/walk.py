@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 
 from ckptctl.core.values import Global, OrderedPairs, Record, Storage, TensorRef, Tree
 from ckptctl.formats.pickles.nodes import NumpyArray, PersistentId, show
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Path = tuple["Path", Tree] | None
 """A path as a chain: (the path of the parent, the key below it); None is the root."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 
 from ckptctl.core.errors import CkptError, Damaged
 from ckptctl.core.values import Record, Storage, TensorRef, Tree
 from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.pickles.walk import path_text, walk
 from ckptctl.formats.torchfile.rebuild import why_unsupported
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _LIMIT = 2**63
 

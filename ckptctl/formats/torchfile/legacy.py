@@ -5,16 +5,19 @@ Source: torch 2.13, torch/serialization.py, _legacy_save, _legacy_load; storages
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 
 from ckptctl.core.errors import CkptError, Damaged, Unsupported
-from ckptctl.core.values import Storage, Tree
-from ckptctl.formats.bytesource import ByteSource
 from ckptctl.formats.pickles.build import Finish, Loaded, load
-from ckptctl.formats.pickles.calls import Call
 from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.pickles.scan import Scan, Truncated, scan
-from ckptctl.formats.torchfile.rebuild import Storages
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptctl.formats.torchfile.rebuild import Storages
+    from ckptctl.formats.pickles.calls import Call
+    from ckptctl.formats.bytesource import ByteSource
+    from ckptctl.core.values import Storage, Tree
+    from collections.abc import Mapping
 
 MAGIC_NUMBER, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 MAGIC = MAGIC_NUMBER.to_bytes(10, "little")

@@ -5,13 +5,10 @@ Source: torch 2.13, torch/serialization.py, load, _load; torch/csrc/jit/serializ
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TYPE_CHECKING
 
 from ckptctl.core.errors import CkptError, Damaged, Unrecognised, Unsafe, Unsupported
-from ckptctl.core.values import Global, Storage, Tree
-from ckptctl.formats.bytesource import ByteSource
 from ckptctl.formats.pickles import arrays
 from ckptctl.formats.pickles.build import Loaded, load
 from ckptctl.formats.pickles.danger import Finding, unknown
@@ -21,6 +18,11 @@ from ckptctl.formats.torchfile.legacy import MAGIC, Front, read_legacy
 from ckptctl.formats.torchfile.rebuild import REBUILD, Storages
 from ckptctl.formats.torchfile.sniff import refuse_other, sniff
 from ckptctl.formats.zipdir import ZipDirectory, ZipRecord, read_zip
+
+if TYPE_CHECKING:
+    from ckptctl.core.values import Global, Storage, Tree
+    from ckptctl.formats.bytesource import ByteSource
+    from collections import Counter
 
 Variant = Literal["zip", "legacy", "torchscript", "pickle"]
 

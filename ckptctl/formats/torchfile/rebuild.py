@@ -6,13 +6,16 @@ Source: torch 2.13, torch/_utils.py, torch/_tensor.py, torch/serialization.py (p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 
 from ckptctl.core.dtype import BY_NAME, BY_STORAGE, DType
 from ckptctl.core.errors import Damaged
 from ckptctl.core.values import Global, Record, Storage, TensorRef, Tree
-from ckptctl.formats.pickles.calls import Call
 from ckptctl.formats.pickles.nodes import PersistentId, show
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptctl.formats.pickles.calls import Call
+    from collections.abc import Mapping
 
 # Storages of quantized tensors: carried as bytes, no dtype that anything else can use.
 _QUANTIZED = {

@@ -1,0 +1,209 @@
+"""Items of `.distcp` files: where a tensor item's data lie, and what a byte item holds. Reads the heads of items only.
+
+An item is a complete torch.save archive at any byte of its file, perhaps inside a zstd frame. Its data offset depends on the length of its
+pickle, so the head of every chunk that is needed is read; equal pickles, of which there are few, are parsed once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptctl.core.dtype import packed
+from ckptctl.core.errors import Damaged, MissingFile, Unsupported
+from ckptctl.core.tensor import PieceTable, dense_strides
+from ckptctl.core.values import TensorRef, Tree
+from ckptctl.formats.bytesource import FileBytes, HeldBytes
+from ckptctl.formats.dcp.metadata import ByteItem, Chunks
+from ckptctl.formats.pickles.build import load
+from ckptctl.formats.torchfile.read import CALLS, TorchFile, open_torch
+from ckptctl.formats.torchfile.rebuild import Storages
+from ckptctl.formats.torchtensor import map_leaves, read_array
+from ckptctl.formats.zipdir import first_records
+
+HEAD_NBYTES = 4096
+"""What is read of an item's front at first; torch 2.13 puts the data of most items at byte 704."""
+BYTE_ITEM_LIMIT = 256 << 20
+_OPEN_FILES = 64
+
+
+class DataFiles:
+    """The `.distcp` files of a folder, opened when needed and at most a few at once. Sizes are checked against the index once."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder, self.names = folder, names
+        self._open: dict[int, FileBytes] = {}
+        self._lock = threading.Lock()
+
+    def get(self, number: int) -> FileBytes:
+        """File number of the index. MissingFile where it is not there."""
+        with self._lock:
+            found = self._open.get(number)
+            if found is None:
+                path = self.folder / self.names[number]
+                if not path.is_file():
+                    raise MissingFile(f"{self.names[number]} is missing", where=str(self.folder), why="the metadata names it", fix="copy the file; without it the tensors in it cannot be read")
+                if len(self._open) >= _OPEN_FILES:
+                    self._open.pop(next(iter(self._open))).close()
+                found = self._open[number] = FileBytes(path, name=self.names[number])
+            return found
+
+    def close(self) -> None:
+        """Close what is open."""
+        for f in self._open.values():
+            f.close()
+        self._open.clear()
+
+
+class Heads:
+    """Reads heads of items. Equal pickles are parsed once."""
+
+    def __init__(self, files: DataFiles) -> None:
+        self.files = files
+        self._parsed: dict[bytes, TensorRef] = {}
+
+    def tensor(self, chunks: Chunks, row: int) -> tuple[int, TensorRef]:
+        """(byte of the data within the item, decoded; the tensor as the item's pickle describes it)."""
+        offset, length = int(chunks.offset[row]), int(chunks.length[row])
+        reader = self.files.get(int(chunks.file[row]))
+        where = f"{reader.path}, item at byte {offset}"
+        if offset + length > reader.nbytes:
+            raise Damaged(f"an item of {chunks.name} goes past the end of its file", where=where, why=f"it should stop at byte {offset + length}, the file has {reader.nbytes}", fix="copy the file again", code="data-truncated")
+        wanted = HEAD_NBYTES
+        while True:
+            head = self._head(reader, offset, length, chunks.codec, wanted, where)
+            found = self._locate(head, where, chunks.name)
+            if found is not None:
+                return found
+            if len(head) < wanted or wanted > 1 << 24:
+                raise Damaged(f"an item of {chunks.name} has no tensor data", where=where, why="its archive lacks data.pkl or data/0", fix="copy the file again", code="storage-missing")
+            wanted *= 8
+
+    def _head(self, reader: FileBytes, offset: int, length: int, codec: str, wanted: int, where: str) -> bytes:
+        if not codec:
+            return reader.read(offset, min(wanted, length))
+        return decoded_prefix(reader.read(offset, min(length, max(wanted, 1 << 16))), wanted, where)
+
+    def _locate(self, head: bytes, where: str, name: str) -> tuple[int, TensorRef] | None:
+        if head[:1] == b"{" or head[8:9] == b"{":
+            raise Unsupported(f"{name} lies in a safetensors blob inside a .distcp file, which this version does not read", where=where, fix="save with the default serialization format")
+        if head[:2] == b"\x80\x02" and head[2:4] != b"PK":
+            raise Unsupported(f"{name} is an item in torch's stream format", where=where, fix="save with the default zip format")
+        try:
+            records = first_records(head)
+        except Damaged as err:
+            raise Damaged(f"an item of {name} is no torch archive", where=where, why=f"it begins with {head[:4]!r}", fix="copy the file again", code="archive-truncated") from err
+        by_tail = {n.split("/", 1)[-1]: place for n, place in records.items()}
+        if "data/0" not in by_tail or "data.pkl" not in by_tail:
+            return None
+        start, nbytes = by_tail["data.pkl"]
+        if nbytes < 0:
+            return None
+        return by_tail["data/0"][0], self._parse(head[start : start + nbytes], where, name)
+
+    def _parse(self, pickle: bytes, where: str, name: str) -> TensorRef:
+        found = self._parsed.get(pickle)
+        if found is None:
+            loaded = load(pickle, where, persistent=Storages(where), rebuild=CALLS)
+            tree = loaded.tree
+            if not isinstance(tree, TensorRef):
+                raise Unsupported(f"an item of {name} holds no plain tensor", where=where, why=f"it holds {', '.join(sorted(str(g) for g in loaded.globals))[:200]}")
+            found = tree
+            if len(self._parsed) < 4096:
+                self._parsed[pickle] = found
+        return found
+
+
+def decoded_prefix(data: bytes, wanted: int, where: str) -> bytes:
+    """The first bytes that zstd frames decode to. Damaged where they are no frames."""
+    import zstandard
+
+    decoder = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data)
+    out = b""
+    try:
+        while len(out) < wanted:
+            got = decoder.read(wanted - len(out))
+            if not got:
+                break
+            out += got
+    except zstandard.ZstdError as err:
+        raise Damaged("an item is no zstd frame", where=where, why=str(err), fix="copy the file again", code="archive-truncated") from err
+    return out
+
+
+class LazyTable(Sequence[PieceTable]):
+    """One tensor's pieces, located when they are first asked for. numbers are the checkpoint's sources, one a chunk."""
+
+    def __init__(self, chunks: Chunks, heads: Heads, numbers: npt.NDArray[np.int32]) -> None:
+        self.chunks, self.heads, self.numbers = chunks, heads, numbers
+        self._table: PieceTable | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, i: int) -> PieceTable: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[PieceTable]: ...
+    def __getitem__(self, i: int | slice) -> PieceTable | Sequence[PieceTable]:
+        with self._lock:
+            if self._table is None:
+                self._table = self._located()
+        return (self._table,)[i]
+
+    def __iter__(self) -> Iterator[PieceTable]:
+        yield self[0]
+
+    def _located(self) -> PieceTable:
+        c = self.chunks
+        n, item = len(c.offset), packed(c.dtype).itemsize
+        start = np.zeros(n, np.int64)
+        strides = np.empty((n, len(c.shape)), np.int64)
+        dense = True
+        for row in range(n):
+            size = tuple(c.size[row].tolist())
+            if 0 in size:
+                strides[row] = dense_strides(size, item)
+                continue
+            at, ref = self.heads.tensor(c, row)
+            self._agrees(ref, size, row, at, item)
+            start[row] = at + ref.offset * item + (0 if c.codec else int(c.offset[row]))
+            want = dense_strides(size, item)
+            have = tuple(s * item for s in ref.stride)
+            strides[row] = have
+            dense = dense and all(a == b or k == 1 for a, b, k in zip(want, have, size, strict=True))
+        return PieceTable(c.shape, item, c.lo, c.size, self.numbers, start, None if dense else strides)
+
+    def _agrees(self, ref: TensorRef, size: tuple[int, ...], row: int, at: int, item: int) -> None:
+        """The item must be what the index says: torch's own loader does not look, and would cast or leave a hole in silence."""
+        c = self.chunks
+        where = f"{self.heads.files.names[int(c.file[row])]}, item at byte {int(c.offset[row])}"
+        if ref.dtype.name != c.dtype.name or ref.shape != size:
+            raise Damaged(f"an item of {c.name} is not what the metadata says", where=where, why=f"the item is {ref.dtype.name} {ref.shape}, the metadata says {c.dtype.name} {size}", fix="copy the checkpoint again", code="item-differs")
+        if ref.conj or ref.neg:
+            raise Unsupported(f"{c.name} is stored with its conjugate or negative bit set", where=where)
+        last = ref.offset + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
+        if ref.offset < 0 or any(s < 0 for s in ref.stride) or last >= ref.storage.numel:
+            raise Damaged(f"an item of {c.name} views elements outside its storage", where=where, why=f"element {last} of {ref.storage.numel}", code="storage-size-mismatch")
+        if not c.codec and at + ref.storage.numel * item > int(c.length[row]):
+            raise Damaged(f"an item of {c.name} is too short for its data", where=where, why=f"{at + ref.storage.numel * item} bytes are needed, the item has {int(c.length[row])}", code="data-truncated")
+
+
+def read_object(item: ByteItem, files: DataFiles) -> tuple[Tree, TorchFile]:
+    """What an item holds, as a value: its tensors are read. For byte items, and for items of small tensors."""
+    reader = files.get(item.file)
+    where = f"{reader.path}, {item.name}"
+    if item.offset + item.length > reader.nbytes:
+        raise Damaged(f"the item {item.name} goes past the end of its file", where=where, why=f"it should stop at byte {item.offset + item.length}, the file has {reader.nbytes}", fix="copy the file again", code="data-truncated")
+    if item.length > BYTE_ITEM_LIMIT:
+        raise Unsupported(f"the item {item.name} has {item.length} bytes", where=where, why=f"objects of up to {BYTE_ITEM_LIMIT} bytes are read")
+    data = reader.read(item.offset, item.length)
+    held = HeldBytes(decoded_prefix(data, BYTE_ITEM_LIMIT, where) if item.codec else data, where)
+    opened = open_torch(held)
+    return map_leaves(opened.root, lambda ref: read_array(ref, held)), opened

@@ -1,0 +1,193 @@
+"""Reads a DCP folder: FSDP2, HSDP, FSDP with TP, one process, compressed or not. Reads `.metadata`, byte items and heads of items; no tensor data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Entry, Facts, File, Optimizer, PathKey, UnsafeGlobal
+from ckptctl.core.dtype import DType, packed
+from ckptctl.core.errors import CkptError, Damaged, Unsupported
+from ckptctl.core.tensor import Key, Source, Tensor
+from ckptctl.core.values import Tree
+from ckptctl.formats import Evidence, Hints
+from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
+from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, read_index
+from ckptctl.formats.state import Found, find, named_states, number, plain
+
+_RANK_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Leaf:
+    """A tensor of the index, in the nested tree."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+def detect(path: Path) -> Evidence | None:
+    """A folder with a `.metadata` file, or that file itself."""
+    if path.name == NAME and path.is_file():
+        path = path.parent
+    if path.is_dir() and (path / NAME).is_file():
+        return Evidence("dcp", f"it holds {NAME}", path)
+    return None
+
+
+def read(path: Path, hints: Hints) -> Checkpoint:
+    """The checkpoint in a DCP folder. Damaged where index and files disagree as far as heads tell."""
+    folder = _Folder(path)
+    found = find(folder.nested(), lambda tree: isinstance(tree, Leaf))
+    for name, leaf in found.model.items():
+        folder.add(Key(name), leaf)
+    optimizer = folder.optimizer(found, hints) if found.has_optimizer else None
+    rest = {name: folder.value(name, tree) for name, tree in found.rest.items()}
+    rest = {name: value for name, value in rest.items() if not isinstance(value, Leaf)}
+    config = rest.get("config")
+    facts = Facts.of(plain(config), f"{path.name} (config)") if isinstance(config, dict) and isinstance(config.get("model_type"), str) else Facts()
+    return Checkpoint(
+        "dcp", "zstd" if any(c.codec for c in folder.index.items.values()) else "", str(path), tuple(folder.sources), folder.tensors, optimizer, rest, found.model_values,
+        facts=facts, layout={"world_size": folder.world_size()}, step=folder.step(rest, found), files=folder.sizes(), entries=folder.entries(),
+        unsafe=tuple(folder.unsafe), unknown_globals=tuple(sorted(folder.unknown)), warnings=tuple(folder.index.warnings),
+        gap_reason="archives' headers, pickles and directories; byte items",
+    )  # fmt: skip
+
+
+class _Folder:
+    """One folder while it is read: its index, its files, and the tensors found so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with FileBytes(path / NAME, name=NAME) as reader:
+            self.index, self.metadata_nbytes = read_index(reader), reader.nbytes
+        self.files = DataFiles(path, self.index.files)
+        self.heads = Heads(self.files)
+        self.sources = [Source(name) for name in self.index.files]
+        self.tensors: dict[Key, Tensor] = {}
+        self.keys: dict[str, Key] = {}
+        self.unsafe: list[UnsafeGlobal] = list(self.index.unsafe)
+        self.unknown: set[str] = set()
+        self.leaves = {n: Leaf(n, c.dtype, c.shape) for n, c in self.index.items.items() if isinstance(c, Chunks)}
+        self.values = {n: self._object(item) for n, item in self.index.items.items() if isinstance(item, ByteItem)}
+
+    def _object(self, item: ByteItem) -> Tree:
+        tree, opened = read_object(item, self.files)
+        self.unsafe += [UnsafeGlobal(f"{self.files.names[item.file]} ({item.name})", str(f.name), f.why) for f in opened.unsafe]
+        self.unknown.update(str(f.name) for f in opened.unknown)
+        return tree
+
+    def nested(self) -> Tree:
+        """The nested state that was saved, by the index's own paths; without them every name stands by itself.
+
+        Source: torch 2.13.0, distributed/checkpoint/_nested_dict.py, unflatten_state_dict.
+        """
+        root: dict[PathKey, Tree] = {}
+        for name in self.index.items:
+            path = self.index.paths.get(name) or (name,)
+            at = root
+            for key in path[:-1]:
+                inner = at.setdefault(key, {})
+                if not isinstance(inner, dict):
+                    raise Damaged(f"{name} lies below another item", where=NAME, why=f"its path is {path}", code="metadata-damaged")
+                at = inner
+            at[path[-1]] = self.leaves[name] if name in self.leaves else self.values[name]
+        return _lists(root)
+
+    def add(self, key: Key, leaf: Leaf) -> None:
+        """A tensor under its key. Each compressed chunk is a source of its own."""
+        chunks = self.index.items[leaf.name]
+        assert isinstance(chunks, Chunks)
+        numbers = chunks.file
+        if chunks.codec:
+            first = len(self.sources)
+            for file, offset, length in zip(chunks.file.tolist(), chunks.offset.tolist(), chunks.length.tolist(), strict=True):
+                self.sources.append(Source(self.index.files[file], offset, offset + length, chunks.codec))
+            numbers = np.arange(first, len(self.sources), dtype=np.int32)
+        self.keys[leaf.name] = key
+        self.tensors[key] = Tensor(key, packed(leaf.dtype), leaf.shape, LazyTable(chunks, self.heads, numbers))
+
+    def optimizer(self, found: Found, hints: Hints) -> Optimizer:
+        """Groups and scalars; tensors are added under (name, kind)."""
+        shapes = {n: leaf.shape for n, leaf in found.model.items()}
+        optimizer, states = named_states(found, shapes, str(self.path), hints.param_order)
+        for (name, kind), value in states.items():
+            if isinstance(value, Leaf):
+                self.add(Key(name, kind), value)
+        scalars = {k: v for k, v in states.items() if not isinstance(v, Leaf)}
+        return Optimizer(optimizer.groups, scalars, optimizer.order_known, optimizer.keyed, optimizer.options)
+
+    def value(self, name: str, tree: Tree) -> Tree:
+        """A value with the small tensors inside it read; a large one at the top becomes a tensor of kind other, and stays a Leaf here."""
+        if isinstance(tree, Leaf):
+            if tree.dtype.nbytes(tree.shape) > 1 << 20:
+                self.add(Key(name, "other"), tree)
+                return tree
+            return self.array(tree)
+        if isinstance(tree, dict):
+            return {k: self.value(f"{name}.{k}", v) for k, v in tree.items()}
+        if isinstance(tree, list):
+            return [self.value(f"{name}.{i}", v) for i, v in enumerate(tree)]
+        return tree
+
+    def array(self, leaf: Leaf) -> Tree:
+        """A small tensor as a value. Unsupported where it is cut over ranks: then it is no value."""
+        chunks = self.index.items[leaf.name]
+        assert isinstance(chunks, Chunks)
+        if len(chunks.offset) != 1:
+            raise Unsupported(f"{leaf.name} is a small tensor in {len(chunks.offset)} chunks outside model and optimizer", where=NAME)
+        return self._object(ByteItem(leaf.name, int(chunks.file[0]), int(chunks.offset[0]), int(chunks.length[0]), chunks.codec))
+
+    def step(self, rest: Mapping[str, Tree], found: Found) -> int | None:
+        """The step: a counter at the top, else what the optimizer's first parameter counts."""
+        for name in STEP_NAMES:
+            step = number(rest.get(name))
+            if step is not None:
+                return step
+        for entry in found.states.values():
+            value = entry.get("step")
+            if isinstance(value, Leaf):
+                try:
+                    value = self.array(value)
+                except CkptError:
+                    return None
+            if value is not None:
+                return number(value)
+        return None
+
+    def world_size(self) -> int | None:
+        """How many ranks wrote, by the numbers in the files' names."""
+        ranks = {int(m[1]) for f in self.index.files if (m := _RANK_FILE.fullmatch(Path(f).name))}
+        return max(ranks) + 1 if ranks else None
+
+    def sizes(self) -> tuple[File, ...]:
+        """The files with their sizes; one that is not there has none."""
+        data = (File(f, (self.path / f).stat().st_size if (self.path / f).is_file() else 0) for f in self.index.files)
+        return (File(NAME, self.metadata_nbytes, "index"), *data)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Every item under the source's own name and path."""
+        out = []
+        for name in self.index.items:
+            path = self.index.paths.get(name, (name,))
+            if name in self.keys:
+                out.append(Entry(name, path, self.keys[name]))
+            else:
+                out.append(Entry(name, path, None, self.array(self.leaves[name]) if name in self.leaves else self.values[name]))
+        return tuple(out)
+
+
+def _lists(tree: Tree) -> Tree:
+    """Dicts whose keys count from 0 are the lists that were saved: only lists have integers in a path."""
+    if not isinstance(tree, dict):
+        return tree
+    inner = {k: _lists(v) for k, v in tree.items()}
+    if inner and all(isinstance(k, int) for k in inner):
+        return [inner[k] for k in sorted(inner)]
+    return inner

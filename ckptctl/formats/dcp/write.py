@@ -1,0 +1,261 @@
+"""A DCP folder as output files: `__R_0.distcp` for each rank, cut as FSDP2 cuts, and `.metadata`. Nothing is written here.
+
+Convert gives what torch's own get_state_dict names: `model.<fqn>`, `optim.state.<fqn>.<kind>`, `optim.param_groups.<i>.<option>`; reshard keeps
+the source's names and paths. Source: torch 2.13.0, distributed/checkpoint/state_dict.py, default_planner.py, filesystem.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptctl.core.checkpoint import Entry, Optimizer, PathKey
+from ckptctl.core.dtype import DType
+from ckptctl.core.errors import Unsupported
+from ckptctl.core.output import OutputFile, Put, Region, Segment
+from ckptctl.core.values import Array, Global, Record, Tree
+from ckptctl.formats.dcp.metadata import NAME
+from ckptctl.formats.pickles.emit import dump
+from ckptctl.formats.pickles.nodes import NumpyArray, SizeTuple
+from ckptctl.formats.target import Choices, Content, Item, Line, Written
+from ckptctl.formats.torch.write import TorchTree, merged_states
+
+_META = "torch.distributed.checkpoint.metadata"
+_STORAGE = "torch.distributed.checkpoint.filesystem"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Named:
+    """One item of the state to write: its flat name, its path, and a tensor or a value."""
+
+    name: str
+    path: tuple[PathKey, ...]
+    item: Item | None = None
+    value: Tree = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chunk:
+    """A chunk on a rank: rows [start, stop) of a tensor, or all of one without rows."""
+
+    named: Named
+    lo: tuple[int, ...]
+    size: tuple[int, ...]
+    region: Region | None
+
+
+def write(content: Content, choices: Choices) -> Written:
+    """The folder for choices.dp ranks."""
+    named = list(_own(content) if choices.own_names else _standard(content))
+    _unique(named)
+    ranks = [list(_of_rank(named, rank, choices.dp)) for rank in range(choices.dp)]
+    files, places = [], []
+    for rank, chunks in enumerate(ranks):
+        if not chunks:
+            continue
+        path = f"__{rank}_0.distcp"
+        lengths = tuple(_lengths(chunks))
+        places.append((path, chunks, lengths))
+        files.append(OutputFile(path, lambda chunks=chunks: _segments(chunks)))  # type: ignore[misc]
+    metadata = dump(_metadata(named, places))
+    files.append(OutputFile(NAME, lambda: [Put(metadata)]))
+    lines = [Line("layout", "written", f"DCP for {choices.dp} ranks: rows of axis 0 in parts of ceil(rows / ranks), as FSDP2 cuts")]
+    return Written(tuple(files), True, tuple(lines))
+
+
+# ---- what to write --------------------------------------------------------------------------------------------------
+
+
+def _standard(content: Content) -> Iterator[Named]:
+    for name, item in content.weights.items():
+        yield Named(f"model.{name}", ("model", name), item)
+    for name, value in content.model_values.items():
+        yield Named(f"model.{name}", ("model", name), None, value)
+    if content.optimizer is not None or content.states:
+        yield from _optimizer(content)
+    for name, value in content.values.items():
+        yield from _flattened((name,), value)
+
+
+def _optimizer(content: Content) -> Iterator[Named]:
+    optimizer = content.optimizer or Optimizer(())
+    states = merged_states(content, optimizer, lambda item: item, lambda value: value)
+    for name, entry in states.items():
+        for kind, value in entry.items():
+            path = ("optim", "state", name, kind)
+            yield Named(".".join(path), path, value) if isinstance(value, Item) else Named(".".join(path), path, None, value)
+    for number, group in enumerate(optimizer.groups):
+        for option, value in {**group.options, "params": list(group.params)}.items():
+            path_ = ("optim", "param_groups", number, option)
+            yield Named(".".join(map(str, path_)), path_, None, value)
+    for option, value in optimizer.options.items():
+        yield from _flattened(("optim", option), value)
+
+
+def _own(content: Content) -> Iterator[Named]:
+    by_key = {i.key: i for i in (*content.weights.values(), *content.states.values())}
+    for entry in content.source.entries:
+        if entry.key is None:
+            yield Named(entry.name, entry.path, None, entry.value)
+        elif entry.key in by_key:
+            yield Named(entry.name, entry.path, by_key[entry.key])
+        else:
+            tensor = content.source.tensors[entry.key]
+            yield Named(entry.name, entry.path, Item(entry.key, tensor, tensor.dtype))
+
+
+def _flattened(path: tuple[PathKey, ...], value: Tree) -> Iterator[Named]:
+    """A value as items: dicts always go down; lists where they hold a tensor, a dict or such a list; the rest is one item.
+
+    Source: torch 2.13.0, distributed/checkpoint/_traverse.py, traverse_state_dict.
+    """
+    if isinstance(value, dict) and value and all(isinstance(k, (str, int)) for k in value):
+        for key, inner in value.items():
+            yield from _flattened((*path, str(key)), inner)
+    elif isinstance(value, list) and _goes_down(value):
+        for i, inner in enumerate(value):
+            yield from _flattened((*path, i), inner)
+    else:
+        yield Named(".".join(map(str, path)), path, None, value)
+
+
+def _goes_down(values: Sequence[Tree]) -> bool:
+    return any(isinstance(v, (dict, Array)) and not isinstance(v, NumpyArray) or (isinstance(v, list) and _goes_down(v)) for v in values)
+
+
+def _unique(named: Sequence[Named]) -> None:
+    seen: set[str] = set()
+    for n in named:
+        if n.name in seen:
+            raise Unsupported(f"two items of the result would be called {n.name}", fix="leave one out with --exclude", code="duplicate-name")
+        seen.add(n.name)
+
+
+# ---- how it is cut --------------------------------------------------------------------------------------------------
+
+
+def _of_rank(named: Sequence[Named], rank: int, ranks: int) -> Iterator[Chunk]:
+    """A rank's items: rank 0 has the objects first and whatever is not cut; every rank its rows of each tensor.
+
+    A rank without rows of a tensor has an empty chunk at the tensor's end, as FSDP2 writes it.
+    """
+    if rank == 0:
+        for n in named:
+            if n.item is None and not _is_array(n.value):
+                yield Chunk(n, (), (), None)
+    for n in named:
+        if n.item is not None:
+            shape = n.item.shape
+            if not shape or n.item.key.kind == "step" or ranks == 1:
+                if rank == 0:
+                    yield Chunk(n, (0,) * len(shape), shape, n.item.region(crc=True))
+                continue
+            start, stop = rows_of(shape[0], rank, ranks)
+            yield Chunk(n, (start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]), n.item.rows(start, stop, crc=True))
+        elif rank == 0 and _is_array(n.value):
+            yield Chunk(n, (0,) * len(n.value.shape), n.value.shape, None)
+
+
+def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Rows [start, stop) of axis 0 that a rank has: parts of ceil(rows / ranks), late ones short or empty.
+
+    Source: torch 2.13.0, distributed/tensor/placement_types.py, Shard._split_tensor.
+    """
+    part = -(-rows // ranks)
+    return min(rows, rank * part), min(rows, (rank + 1) * part)
+
+
+def _is_array(value: Tree) -> bool:
+    return isinstance(value, Array) and not isinstance(value, NumpyArray)
+
+
+# ---- the bytes ------------------------------------------------------------------------------------------------------
+
+
+def _item(chunk: Chunk, base_index: int) -> list[Segment]:
+    """One item: a complete torch archive."""
+    made = TorchTree()
+    tree = made.tensor(chunk.named.item, chunk.region) if chunk.named.item is not None else made.value(chunk.named.value)
+    return made.segments(tree, base_index=base_index, full=False)
+
+
+def _segments(chunks: Sequence[Chunk]) -> list[Segment]:
+    out: list[Segment] = []
+    for chunk in chunks:
+        out += _item(chunk, len(out))
+    return out
+
+
+def _lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
+    """Bytes of each item. Those of tensors follow from type and shape alone, so that equal ones are counted once."""
+    for chunk in chunks:
+        if chunk.named.item is None:
+            yield sum(s.nbytes for s in _item(chunk, 0))
+        else:
+            yield _tensor_nbytes(chunk.named.item.dtype, chunk.size, chunk.named.item.shape)
+
+
+@lru_cache(maxsize=65536)
+def _tensor_nbytes(dtype: DType, size: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    from ckptctl.core.tensor import Key, Tensor
+
+    region = Region(Key(""), dtype, shape, (0,) * len(shape), size, crc=True)
+    item = Item(Key(""), Tensor(Key(""), dtype, shape, ()), dtype)
+    made = TorchTree()
+    return sum(s.nbytes for s in made.segments(made.tensor(item, region), full=False))
+
+
+# ---- .metadata ------------------------------------------------------------------------------------------------------
+
+
+def _metadata(named: Sequence[Named], places: Sequence[tuple[str, Sequence[Chunk], Sequence[int]]]) -> Tree:
+    chunks: dict[str, list[Tree]] = {}
+    storage: dict[Tree, Tree] = {}
+    for path, on_rank, lengths in places:
+        at = 0
+        for chunk, length in zip(on_rank, lengths, strict=True):
+            name = chunk.named.name
+            info = _object(_STORAGE, "_StorageInfo", {"relative_path": path, "offset": at, "length": length})
+            if _is_object(chunk.named):
+                storage[_index(name, None, None)] = info
+            else:
+                rows = chunks.setdefault(name, [])
+                lo = SizeTuple(chunk.lo)
+                storage[_index(name, lo, len(rows))] = info
+                rows.append(_object(_META, "ChunkStorageMetadata", {"offsets": lo, "sizes": SizeTuple(chunk.size)}))
+            at += length
+    state = {n.name: _object(_META, "BytesStorageMetadata", None) if _is_object(n) else _tensor_metadata(n, chunks[n.name]) for n in named}
+    return _object(_META, "Metadata", {"state_dict_metadata": state, "planner_data": {n.name: n.path for n in named}, "storage_data": storage, "storage_meta": None})
+
+
+def _is_object(named: Named) -> bool:
+    return named.item is None and not _is_array(named.value)
+
+
+def _object(module: str, name: str, state: Tree) -> Record:
+    return Record(_name(module, name), (), "newobj", state=state, has_state=state is not None)
+
+
+@lru_cache(maxsize=256)
+def _name(module: str, name: str) -> Global:
+    """One node for each name, so that the pickle mentions it once."""
+    return Global(module, name)
+
+
+def _index(name: str, offset: Tree, number: int | None) -> Record:
+    return _object(_META, "MetadataIndex", {"fqn": name, "offset": offset, "index": number})
+
+
+_LAYOUT = Record(_name("torch.serialization", "_get_layout"), ("torch.strided",))
+_CONTIGUOUS = Record(_name(_META, "_MEM_FORMAT_ENCODING"), (0,))
+
+
+def _tensor_metadata(named: Named, chunks: list[Tree]) -> Tree:
+    dtype, shape = (named.item.dtype.name, named.item.shape) if named.item is not None else (named.value.dtype, named.value.shape)
+    properties = _object(_META, "TensorProperties", (_name("torch", dtype), _LAYOUT, False, _CONTIGUOUS, False))
+    return _object(_META, "TensorStorageMetadata", {"properties": properties, "size": SizeTuple(shape), "chunks": chunks})
+
+
+Writer = Callable[[Content, Choices], Written]
+__all__ = ["Entry", "rows_of", "write"]

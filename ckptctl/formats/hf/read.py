@@ -1,0 +1,159 @@
+"""Reads Hugging Face folders and single safetensors files: safetensors and `.bin`, whole, numbered, or with an index. Headers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptctl.core.checkpoint import Checkpoint, Facts, File, UnsafeGlobal
+from ckptctl.core.dtype import packed
+from ckptctl.core.errors import Damaged, Unsupported
+from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
+from ckptctl.core.values import TensorRef
+from ckptctl.formats import Evidence, Hints
+from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.hf.config import CONFIG, quantization
+from ckptctl.formats.hf.files import HfFolder, WeightSet, scan_folder, slices
+from ckptctl.formats.jsonscan import short
+from ckptctl.formats.st.header import read_header
+from ckptctl.formats.state import find
+from ckptctl.formats.torchfile.read import open_torch
+from ckptctl.formats.torchtensor import aliases, tensor_of
+
+INDEX_ENDINGS = (".safetensors.index.json", ".bin.index.json")
+
+
+def detect(path: Path) -> Evidence | None:
+    """A safetensors file, or a folder with weights under the names that Transformers looks for (or numbered, or any safetensors)."""
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            return Evidence("hf", "its name ends with .safetensors", path)
+        if path.name.endswith(INDEX_ENDINGS):
+            return Evidence("hf", "it is an index", path.parent)
+        return None
+    if not path.is_dir():
+        return None
+    found = scan_folder(path)
+    if found.chosen is not None:
+        what = found.chosen.index or next(iter((*found.chosen.files, *found.chosen.missing)), "weights")
+        return Evidence("hf", f"it holds {what}", path)
+    if found.config is not None and (found.dcp_shards or found.adapter):
+        return Evidence("hf", f"it holds {CONFIG}", path)
+    return None
+
+
+@dataclass
+class _Reading:
+    """Tensors and files of one folder while it is read."""
+
+    root: Path
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    home: dict[str, str] = field(default_factory=dict)
+    sources: list[Source] = field(default_factory=list)
+    files: list[File] = field(default_factory=list)
+    ties: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    unsafe: list[UnsafeGlobal] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
+    unsupported: list[tuple[str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def add(self, name: str, tensor: Tensor, file: str) -> None:
+        """One tensor; a name that two files hold is damage: loaders differ in which one they take."""
+        if name in self.home:
+            raise Damaged(f"{short(name)} is in two files", where=file, why=f"it is in {self.home[name]} too", fix="remove the file that is out of date", code="duplicate-tensor")
+        self.home[name] = file
+        self.tensors[tensor.key] = tensor
+
+
+def read(path: Path, hints: Hints) -> Checkpoint:
+    """The checkpoint in a folder or one safetensors file. Damaged where index and files disagree."""
+    if path.is_file():
+        out = _Reading(path.parent)
+        _read_safetensors(out, path.name, "")
+        return _checkpoint(out, path, "safetensors", None)
+    folder = scan_folder(path)
+    if folder.dcp_shards and folder.chosen is None:
+        raise Unsupported("these are sharded safetensors of DCP's Hugging Face writer, which this version does not read yet", where=str(path), why=f"it holds {folder.dcp_shards[0]}")
+    chosen = folder.require_files()
+    out = _Reading(path)
+    for name in chosen.files:
+        if chosen.suffix == ".safetensors":
+            _read_safetensors(out, name, name)
+        else:
+            _read_bin(out, name)
+    _agrees(out, folder, chosen)
+    for warning in folder.warnings:
+        # What a loader would never look at is worth a word; two sets of weights that differ are a reason to stop.
+        if warning.code == "two-sources":
+            raise warning
+        out.warnings.append(f"{warning.what}: {warning.why}" if warning.why else warning.what)
+    extra = [File(n, (path / n).stat().st_size, "extra") for n in folder.carried]
+    out.files += [*extra, *(File(n, (path / n).stat().st_size, "index") for n in folder.indexes)]
+    variant = "safetensors" if chosen.suffix == ".safetensors" else "bin"
+    return _checkpoint(out, path, f"{variant} {chosen.variant}" if chosen.variant else variant, folder)
+
+
+def _checkpoint(out: _Reading, path: Path, variant: str, folder: HfFolder | None) -> Checkpoint:
+    facts, method = Facts(), ""
+    config = folder.config if folder is not None else None
+    if folder is not None and config is not None:
+        facts = Facts(config, (path / CONFIG).read_bytes(), CONFIG)
+        packed_by = quantization(config)
+        method = packed_by.method or "unknown method" if packed_by else ""
+    return Checkpoint(
+        "hf", variant, str(path), tuple(out.sources), out.tensors, ties=out.ties, facts=facts, files=tuple(out.files),
+        extras=folder.carried if folder is not None else (), metadata=out.metadata, unsafe=tuple(out.unsafe), unknown_globals=tuple(sorted(out.unknown)),
+        unsupported=tuple(out.unsupported), warnings=tuple(out.warnings), quantized=method, gap_reason="headers",
+    )  # fmt: skip
+
+
+def _read_safetensors(out: _Reading, name: str, source: str) -> None:
+    with FileBytes(out.root / name, name=name) as reader:
+        header = read_header(reader)
+        out.files.append(File(name, reader.nbytes))
+        if slices(header, name) is not None:
+            raise Unsupported("the file holds slices of tensors (DCP's Hugging Face writer), which this version does not read yet", where=name, why="DCP_SHARDING_INFO is in its header")
+    number = len(out.sources)
+    out.sources.append(Source(source))
+    out.warnings += [f"{name}: {w.what}" for w in header.warnings]
+    out.metadata.update({k: v for k, v in header.metadata.items() if k not in ("DCP_VERSION", "DCP_SHARDING_INFO")})
+    for tensor_name, e in header.entries.items():
+        key = Key(tensor_name)
+        dtype = packed(e.dtype)
+        if dtype is e.dtype:
+            tensor = Tensor(key, dtype, e.shape, (PieceTable.whole(e.shape, dtype.itemsize, number, e.start_byte),))
+        else:
+            flat = (e.nbytes,)
+            tensor = Tensor(key, dtype, flat, (PieceTable.whole(flat, 1, number, e.start_byte),), logical=e.shape)
+        out.add(tensor_name, tensor, name)
+
+
+def _read_bin(out: _Reading, name: str) -> None:
+    with FileBytes(out.root / name, name=name) as reader:
+        opened = open_torch(reader)
+        found = find(opened.root, lambda tree: isinstance(tree, TensorRef))
+        out.files.append(File(name, reader.nbytes))
+    number = len(out.sources)
+    out.sources.append(Source(name))
+    out.unsafe += [UnsafeGlobal(name, str(f.name), f.why) for f in opened.unsafe]
+    out.unknown.update(str(f.name) for f in opened.unknown)
+    out.unsupported += [(f"{name}: {where}", why) for where, why in opened.unsupported]
+    for tensor_name, ref in found.model.items():
+        out.add(tensor_name, tensor_of(Key(tensor_name), ref, number), name)
+    out.ties.update(aliases(found.model))
+
+
+def _agrees(out: _Reading, folder: HfFolder, chosen: WeightSet) -> None:
+    """Index and files must tell the same: each entry in its file, and each tensor in the index."""
+    index = folder.indexes.get(chosen.index)
+    if index is None:
+        return
+    for name, file in index.weight_map.items():
+        if name not in out.home:
+            raise Damaged(f"{short(name)} is in no file", where=file, why=f"{chosen.index} says it is in {file}", fix="copy the file again, or make the index anew", code="tensor-not-in-shard")
+        if out.home[name] != file:
+            raise Damaged(f"{short(name)} is not in the file that the index names", where=file, why=f"it is in {out.home[name]}", fix="make the index anew", code="tensor-not-in-shard")
+    for name, file in out.home.items():
+        if name not in index.weight_map:
+            raise Damaged(f"the index lacks {short(name)}", where=chosen.index, why=f"{file} holds it", fix="make the index anew", code="tensor-not-in-index")

@@ -1,0 +1,119 @@
+"""Reads a file of torch.save: weights, optimizer, scheduler, random state, whatever the dict holds. No tensor data is read.
+
+Shapes taken: a state dict; `{model|state_dict|..., optimizer|optim|..., ...}`, also one level deeper under one key (`app`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Facts, File, Optimizer, UnsafeGlobal
+from ckptctl.core.errors import CkptError, Unsupported
+from ckptctl.core.tensor import Key, Source, Tensor
+from ckptctl.core.values import TensorRef, Tree
+from ckptctl.formats import Evidence, Hints
+from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.state import Found, find, named_states, number, plain
+from ckptctl.formats.torchfile.read import TorchFile, open_torch
+from ckptctl.formats.torchtensor import aliases, map_leaves, read_array, tensor_of
+
+PICKLE_STARTS = (b"\x80", b"PK\x03\x04")
+LIGHTNING = "pytorch-lightning_version"
+
+
+def detect(path: Path) -> Evidence | None:
+    """A file that begins as a zip or as a pickle, or whose name says it is torch's."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        head = stream.read(4)
+    if head.startswith(PICKLE_STARTS):
+        return Evidence("torch", f"the file begins with {head[:4]!r}", path)
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".tar"):
+        return Evidence("torch", f"its name ends with {path.suffix}", path)
+    return None
+
+
+def read(path: Path, hints: Hints) -> Checkpoint:
+    """The checkpoint in one torch file. Unsupported for what torch pickles besides plain tensors, naming it."""
+    with FileBytes(path, name=path.name) as reader:
+        opened = open_torch(reader)
+        found = find(opened.root, _is_tensor)
+        if isinstance(opened.root, dict) and LIGHTNING in opened.root:
+            raise Unsupported("this is a Lightning checkpoint, which this version does not read yet", where=str(path), why=f"it has {LIGHTNING}", fix="read here are plain torch.save files of a state dict, or of model and optimizer")
+        _refuse_wrapped(opened, str(path))
+        return checkpoint_of(opened, found, path, hints, reader)
+
+
+def _is_tensor(tree: Tree) -> bool:
+    return isinstance(tree, TensorRef)
+
+
+def _refuse_wrapped(opened: TorchFile, where: str) -> None:
+    """Per-rank files hold slices, not tensors: reading them as tensors would be silently wrong."""
+    for name in opened.globals:
+        if name.name in ("DTensor", "ShardedTensor") and name.module.startswith("torch.distributed"):
+            raise Unsupported(
+                f"the file holds {name.name}s: it is one rank's part of a checkpoint", where=where,
+                why="this version reads whole tensors and DCP folders", fix="save with torch.distributed.checkpoint, or gather before saving",
+            )  # fmt: skip
+
+
+def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, reader: FileBytes) -> Checkpoint:
+    """The parts of the tree as a checkpoint over this one file."""
+    tensors: dict[Key, Tensor] = {}
+    for name, ref in found.model.items():
+        tensors[Key(name)] = tensor_of(Key(name), ref, 0)
+    ties = aliases(found.model)
+    optimizer = _optimizer(found, ties, tensors, str(path), hints) if found.has_optimizer else None
+    values: dict[str, Tree] = {}
+    unsupported = [(f"{opened.path}: {where}", why) for where, why in opened.unsupported]
+    for name, tree in found.rest.items():
+        try:
+            values[name] = map_leaves(tree, lambda ref: read_array(ref, reader))
+        except Unsupported as err:
+            if isinstance(tree, TensorRef):
+                tensors[Key(name, "other")] = tensor_of(Key(name, "other"), tree, 0)
+            else:
+                unsupported.append((name, err.what))
+    config = found.rest.get("config")
+    facts = Facts.of(plain(config), f"{path.name} (config)") if isinstance(config, dict) and isinstance(config.get("model_type"), str) else Facts()
+    if optimizer is not None:
+        optimizer = Optimizer(optimizer.groups, {k: map_leaves(v, lambda ref: read_array(ref, reader)) for k, v in optimizer.scalars.items()}, optimizer.order_known, optimizer.keyed, map_leaves(optimizer.options, lambda ref: read_array(ref, reader)))
+    return Checkpoint(
+        "torch", opened.variant, str(path), (Source(""),), tensors, optimizer, values,
+        {n: map_leaves(v, lambda ref: read_array(ref, reader)) for n, v in found.model_values.items()}, ties, facts,
+        {}, _step(values, optimizer, tensors, reader, found), (File(path.name, reader.nbytes),),
+        unsafe=tuple(UnsafeGlobal(path.name, str(f.name), f.why) for f in opened.unsafe),
+        unknown_globals=tuple(str(f.name) for f in opened.unknown), unsupported=tuple(unsupported),
+        gap_reason="zip headers, pickle and alignment; parts of storages that no tensor views",
+    )  # fmt: skip
+
+
+def _optimizer(found: Found, ties: dict[str, str], tensors: dict[Key, Tensor], where: str, hints: Hints) -> Optimizer:
+    shapes = {n: ref.shape for n, ref in found.model.items() if n not in ties}
+    optimizer, states = named_states(found, shapes, where, hints.param_order)
+    for (name, kind), value in states.items():
+        if isinstance(value, TensorRef):
+            tensors[Key(name, kind)] = tensor_of(Key(name, kind), value, 0)
+    scalars = {k: v for k, v in states.items() if not isinstance(v, TensorRef)}
+    return Optimizer(optimizer.groups, scalars, optimizer.order_known, optimizer.keyed, optimizer.options)
+
+
+def _step(values: dict[str, Tree], optimizer: Optimizer | None, tensors: dict[Key, Tensor], reader: FileBytes, found: Found) -> int | None:
+    """The step: a counter at the top, else what the optimizer's first parameter counts."""
+    for name in STEP_NAMES:
+        step = number(values.get(name))
+        if step is not None:
+            return step
+    for entry in found.states.values():
+        value = entry.get("step")
+        if isinstance(value, TensorRef) and value.numel == 1:
+            try:
+                return number(read_array(value, reader))
+            except CkptError:
+                return None
+        if value is not None:
+            return number(value)
+    return None
+

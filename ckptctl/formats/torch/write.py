@@ -1,0 +1,184 @@
+"""One torch file as segments: `{model, optimizer: {state, param_groups}, scheduler, ...}`, as torch.load(weights_only=True) reads it.
+
+The pickle is made here from the value tree; tensor bytes are regions. State is keyed by name; with index_keys by torch's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ckptctl.core.checkpoint import Optimizer
+from ckptctl.core.dtype import BY_NAME, DType
+from ckptctl.core.errors import MissingFact, Unsupported
+from ckptctl.core.output import OutputFile, Put, Region, Segment
+from ckptctl.core.tensor import Key, dense_strides
+from ckptctl.core.values import Array, Global, OrderedPairs, Record, Storage, TensorRef, Tree
+from ckptctl.formats.pickles.emit import dump, storage_class
+from ckptctl.formats.pickles.nodes import NumpyArray
+from ckptctl.formats.target import Choices, Content, Item, Line, Written
+from ckptctl.formats.zipwrite import torch_zip
+
+ROOT = "archive"
+
+
+@dataclass
+class TorchTree:
+    """A tree for torch.save while it is made: storages by key, with what fills each."""
+
+    plain: bool = False
+    fills: dict[str, Put | Region] = field(default_factory=dict)
+    made: dict[tuple[Key, str], Storage] = field(default_factory=dict)
+
+    def tensor(self, item: Item, region: Region | None = None) -> TensorRef:
+        """A tensor of the target; the same source tensor twice is one storage (ties)."""
+        region = region or item.region(crc=True)
+        if item.tensor.logical is not None:
+            raise Unsupported(f"{item.key.name} is {item.dtype.name}, which torch files hold in another shape", fix=f"leave it out with --exclude '{item.key.name}'")
+        storage = self.made.get((item.key, item.dtype.name)) if region.size == item.shape else None
+        if storage is None:
+            storage = self._storage(region.dtype, region.numel, region.nbytes, region)
+            if region.size == item.shape:
+                self.made[item.key, item.dtype.name] = storage
+        return TensorRef(storage, item.dtype, 0, region.size, dense_strides(region.size, 1))
+
+    def array(self, value: Array) -> TensorRef:
+        """A value's small tensor: its bytes stand in the plan."""
+        dtype = BY_NAME[value.dtype]
+        storage = self._storage(dtype, len(value.data) // dtype.itemsize, len(value.data), Put(value.data))
+        return TensorRef(storage, dtype, 0, value.shape, dense_strides(value.shape, 1))
+
+    def _numpy(self, value: NumpyArray) -> Tree:
+        """A NumPy array as a tensor of the same bits, a NumPy scalar as a number; left as it is where torch has no such type."""
+        import numpy as np
+
+        dtype = np.dtype(value.dtype)
+        name = dtype.newbyteorder("=").name
+        if name not in BY_NAME or dtype.byteorder == ">":
+            return value
+        if value.scalar:
+            return np.frombuffer(value.data, dtype)[0].item()
+        return self.array(Array(name, value.shape, value.data))
+
+    def _storage(self, dtype: DType, numel: int, nbytes: int, fill: Put | Region) -> Storage:
+        typed = bool(dtype.storage)
+        storage = Storage(str(len(self.fills)), dtype if typed else None, numel if typed else nbytes, nbytes=nbytes)
+        self.fills[storage.key] = fill
+        return storage
+
+    def value(self, tree: Tree) -> Tree:
+        """A value tree with its arrays as tensors; NumPy's too where plain is set, since weights_only refuses them."""
+        if isinstance(tree, NumpyArray):
+            return self._numpy(tree) if self.plain else tree
+        if isinstance(tree, Array):
+            return self.array(tree)
+        if isinstance(tree, OrderedPairs):
+            out = OrderedPairs({k: self.value(v) for k, v in tree.items()})
+            out.attributes = tree.attributes
+            return out
+        if isinstance(tree, dict):
+            return {k: self.value(v) for k, v in tree.items()}
+        if isinstance(tree, list):
+            return [self.value(v) for v in tree]
+        if type(tree) is tuple:
+            return tuple(self.value(v) for v in tree)
+        return tree
+
+    def segments(self, tree: Tree, *, root: str = ROOT, base_index: int = 0, full: bool = True) -> list[Segment]:
+        """The archive that holds the tree: pickle, storages in order of the pickle, version. full adds the records of torch 2.13."""
+        order: list[Storage] = []
+        numbers: dict[int, str] = {}
+
+        def persistent(storage: Storage) -> Tree:
+            if id(storage) not in numbers:
+                numbers[id(storage)] = str(len(order))
+                order.append(storage)
+            return ("storage", storage_class(storage), numbers[id(storage)], "cpu", storage.numel)
+
+        pickle = dump(tree, persistent)
+        records: list[tuple[str, Put | Region]] = [("data.pkl", Put(pickle))]
+        if full:
+            records += [(".format_version", Put(b"1")), (".storage_alignment", Put(b"64"))]
+        records.append(("byteorder", Put(b"little")))
+        records += [(f"data/{numbers[id(s)]}", self.fills[s.key]) for s in order]
+        records.append(("version", Put(b"3\n")))
+        return torch_zip(records, root, base_index=base_index)
+
+
+def write(content: Content, choices: Choices) -> Written:
+    """One zip file. Pickled objects that torch.load(weights_only=True) refuses are carried all the same, and reported."""
+
+    def segments() -> list[Segment]:
+        made = TorchTree(plain=True)
+        return made.segments(_tree(content, choices, made))
+
+    lines = []
+    if any("NumPy" in name for tree in content.values.values() for name in _refused(tree)):
+        lines.append(Line("NumPy arrays", "converted", "to torch tensors of the same bits, which torch.load(weights_only=True) takes"))
+    refused = sorted({name for tree in content.values.values() for name in _refused(tree) if "NumPy" not in name})
+    if refused:
+        lines.append(Line("torch.load", "carried", f"weights_only=True refuses this file: it holds {', '.join(refused[:4])}"))
+    return Written((OutputFile("", segments),), False, tuple(lines))
+
+
+def _tree(content: Content, choices: Choices, made: TorchTree) -> Tree:
+    model = OrderedPairs({name: made.tensor(content.weights[content.ties.get(name, name)]) for name in content.weights})
+    model.update({name: made.value(v) for name, v in content.model_values.items()})
+    root: dict[str, Tree] = {"model": model}
+    if content.optimizer is not None or content.states:
+        root["optimizer"] = _optimizer(content, choices, made)
+    for name, value in content.values.items():
+        root[name if name not in root else f"{name}_"] = made.value(value)
+    return root
+
+
+def _optimizer(content: Content, choices: Choices, made: TorchTree) -> Tree:
+    optimizer = content.optimizer or Optimizer(())
+    states = merged_states(content, optimizer, made.tensor, made.value)
+    order = [n for g in optimizer.groups for n in g.params]
+    numbers: Mapping[str, int | str] = {n: i for i, n in enumerate(order)} if choices.index_keys else {n: n for n in (*order, *states)}
+    lost = [n for n in states if n not in numbers]
+    if lost:
+        raise MissingFact(f"--index-keys: {lost[0]} is in no param group, so it has no number", fix="leave --index-keys out: state is then keyed by name")
+    listed = [n for n in order if n in states] + [n for n in states if n not in set(order)]
+    groups = [{**{k: made.value(v) for k, v in g.options.items()}, "params": [numbers[p] for p in g.params]} for g in optimizer.groups]
+    return {"state": {numbers[n]: states[n] for n in listed}, "param_groups": groups, **{k: made.value(v) for k, v in optimizer.options.items()}}
+
+
+def merged_states(content: Content, optimizer: Optimizer, tensor: Callable[[Item], Tree], value: Callable[[Tree], Tree]) -> dict[str, dict[str, Tree]]:
+    """By parameter, its states in the source's order: tensors and plain values alike. A step that is shared is given to each by itself."""
+    out: dict[str, dict[str, Tree]] = {}
+    for (name, kind), item in content.states.items():
+        out.setdefault(name, {})[kind] = tensor(item)
+    for (name, kind), scalar in optimizer.scalars.items():
+        out.setdefault(name, {})[kind] = value(scalar)
+    return {name: dict(sorted(entry.items(), key=lambda kv: kv[0] != "step")) for name, entry in out.items()}
+
+
+_ALLOWED = ("torch.", "collections.OrderedDict", "collections.Counter", "_codecs.encode")
+
+
+def _refused(tree: Tree) -> set[str]:
+    """Names in a value that torch's weights_only reader does not know: NumPy arrays, records of classes."""
+    out: set[str] = set()
+    stack, seen = [tree], set()
+    while stack:
+        at = stack.pop()
+        if id(at) in seen:
+            continue
+        seen.add(id(at))
+        if isinstance(at, NumpyArray):
+            out.add("NumPy arrays")
+        elif isinstance(at, Record):
+            if not at.cls.startswith(_ALLOWED):
+                out.add(at.cls or "an object")
+            stack += [at.args, at.state, *at.items]
+        elif isinstance(at, Global) and not str(at).startswith(_ALLOWED):
+            out.add(str(at))
+        elif isinstance(at, dict):
+            stack += at.values()
+        elif isinstance(at, (list, tuple, set, frozenset)):
+            stack += at
+            if isinstance(at, frozenset):
+                out.add("frozensets")
+    return out

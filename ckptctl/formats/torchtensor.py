@@ -1,0 +1,115 @@
+"""Tensors of torch pickles as the core's tensors, and small ones as values. Shared by torch files, `.bin` folders and DCP items."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from ckptctl.core.dtype import packed
+from ckptctl.core.errors import Unsupported
+from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
+from ckptctl.core.values import Array, OrderedPairs, Record, TensorRef, Tree
+from ckptctl.formats.bytesource import ByteSource
+
+VALUE_LIMIT = 16 << 20
+"""The largest tensor that is read as a value (random state, counters), in bytes."""
+
+
+def tensor_of(key: Key, ref: TensorRef, source: int) -> Tensor:
+    """A tensor whose bytes lie in source, at the places that its storage says. Strides are kept: no copy is made contiguous here."""
+    item = ref.dtype.itemsize
+    strides = tuple(s * item for s in ref.stride)
+    start = ref.storage.start_byte + ref.offset * item
+    why = "its conjugate or negative bit is set: the stored bytes are before it" if ref.conj or ref.neg else ""
+    if math.prod(ref.shape) and any(s == 0 and n > 1 for s, n in zip(ref.stride, ref.shape, strict=True)):
+        # An expanded tensor: the same bytes stand for many elements. Reading them many times is right.
+        pass
+    table = PieceTable.of([Piece(ref.shape, (0,) * len(ref.shape), ref.shape, source, start, strides)], item)
+    return Tensor(key, packed(ref.dtype), ref.shape, (table,), trainable=ref.requires_grad if ref.parameter else None, why_unsupported=why)
+
+
+def same_place(a: TensorRef, b: TensorRef) -> bool:
+    """Whether two tensors are one: same bytes, seen the same way."""
+    return a.storage is b.storage and (a.offset, a.shape, a.stride, a.dtype.name) == (b.offset, b.shape, b.stride, b.dtype.name)
+
+
+def aliases(tensors: Mapping[str, TensorRef]) -> dict[str, str]:
+    """Names of tensors that are an earlier one, and which: tied weights over one storage. Empty tensors are never aliases."""
+    seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...], str], str] = {}
+    out = {}
+    for name, ref in tensors.items():
+        if not ref.numel or not ref.storage.nbytes:
+            continue
+        place = (id(ref.storage), ref.offset, ref.shape, ref.stride, ref.dtype.name)
+        if place in seen:
+            out[name] = seen[place]
+        else:
+            seen[place] = name
+    return out
+
+
+def read_array(ref: TensorRef, reader: ByteSource) -> Array:
+    """A small tensor as a value, its elements packed row-major. Unsupported above VALUE_LIMIT, and for strided ones of more than a megabyte."""
+    nbytes = ref.dtype.nbytes(ref.shape)
+    if nbytes > VALUE_LIMIT or ref.conj or ref.neg:
+        raise Unsupported(f"a tensor of {nbytes} bytes among the values is too large, or not plain", where=reader.path, why=f"shape {ref.shape}")
+    item = ref.dtype.itemsize
+    start = ref.storage.start_byte + ref.offset * item
+    if not nbytes:
+        data = b""
+    elif ref.stride == dense_strides(ref.shape, 1) or ref.numel == 1:
+        data = reader.read(start, nbytes)
+    else:
+        import numpy as np
+
+        span = sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True)) * item + item
+        raw = np.frombuffer(reader.read(start, span), np.uint8)
+        strides = tuple(s * item for s in ref.stride)
+        data = np.lib.stride_tricks.as_strided(raw, (*ref.shape, item), (*strides, 1)).tobytes()
+    return Array(ref.dtype.name, ref.shape, data)
+
+
+def map_leaves(tree: Tree, convert: Callable[[TensorRef], Tree]) -> Tree:
+    """The tree with every TensorRef replaced; containers are made anew only where something in them changed. Cycles are kept as they are."""
+    done: dict[int, Tree] = {}
+    kept: list[Tree] = []  # ids stay those of living objects
+
+    def walk(at: Tree, depth: int) -> Tree:
+        if isinstance(at, TensorRef):
+            if id(at) not in done:
+                done[id(at)] = convert(at)
+                kept.append(at)
+            return done[id(at)]
+        if depth > 200 or not isinstance(at, (dict, list, tuple, set, Record)):
+            return at
+        if id(at) in done:
+            return done[id(at)]
+        done[id(at)] = at
+        kept.append(at)
+        out = _rebuilt(at, lambda inner: walk(inner, depth + 1))
+        done[id(at)] = out
+        return out
+
+    return walk(tree, 0)
+
+
+def _rebuilt(at: Tree, walk: Callable[[Tree], Tree]) -> Tree:
+    if isinstance(at, dict):
+        pairs = {k: walk(v) for k, v in at.items()}
+        if all(pairs[k] is v for k, v in at.items()):
+            return at
+        if isinstance(at, OrderedPairs):
+            ordered = OrderedPairs(pairs)
+            ordered.attributes = at.attributes
+            return ordered
+        return pairs
+    if isinstance(at, (list, tuple)):
+        items = [walk(v) for v in at]
+        if all(a is b for a, b in zip(items, at, strict=True)):
+            return at
+        return items if isinstance(at, list) else type(at)(items) if type(at) is not tuple else tuple(items)
+    if isinstance(at, Record):
+        at.args, at.state, at.kwargs = walk(at.args), walk(at.state), walk(at.kwargs)
+        at.items = [walk(v) for v in at.items]
+        at.pairs = [(k, walk(v)) for k, v in at.pairs]
+    return at
