@@ -26,7 +26,11 @@ def tiles(tensor: Tensor, tables: tuple[SortedTable, ...]) -> str:
     for t in tables:
         if math.prod(t.table.view) != tensor.numel:
             return f"a piece counts {math.prod(t.table.view)} elements in all, the tensor {tensor.numel}"
-        if t.table.view and len(t.table) and bool(((t.table.lo < 0) | (t.table.lo + t.table.size > np.array(t.table.view))).any()):
+        if (
+            t.table.view
+            and len(t.table)
+            and bool(((t.table.lo < 0) | (t.table.lo + t.table.size > np.array(t.table.view))).any())
+        ):
             return f"a piece goes past the tensor's shape {tensor.shape}"
     if volume != tensor.numel:
         return f"its pieces hold {volume} elements, its shape {tensor.shape} has {tensor.numel}"
@@ -42,21 +46,35 @@ def tiles(tensor: Tensor, tables: tuple[SortedTable, ...]) -> str:
 
 
 def _disjoint(lo: Ints, size: Ints) -> bool:
-    """Whether boxes share no element. Slabs of equal intervals on an axis are checked apart from each other."""
-    if len(lo) <= 1:
-        return True
-    if lo.shape[1] == 0:
-        return False
-    order = np.lexsort((size[:, 0], lo[:, 0]))
-    lo, size = lo[order], size[order]
-    new = np.flatnonzero((np.diff(lo[:, 0]) != 0) | (np.diff(size[:, 0]) != 0)) + 1
-    bounds = [0, *new.tolist(), len(lo)]
-    starts, stops = lo[bounds[:-1], 0], (lo[:, 0] + size[:, 0])[bounds[:-1]]
-    if bool((starts[1:] >= np.maximum.accumulate(stops)[:-1]).all()):
-        return all(_disjoint(lo[a:b, 1:], size[a:b, 1:]) for a, b in zip(bounds, bounds[1:], strict=False))
-    # Intervals that cross: compare each box with those that begin before it stops on this axis.
-    for row in range(len(lo)):
-        last = int(np.searchsorted(lo[:, 0], lo[row, 0] + size[row, 0], side="left"))
+    """Whether boxes share no element. Axis by axis they are put in slabs of equal intervals; only boxes of one slab can still meet.
+
+    Where intervals of a slab differ and cross, its boxes are compared with one another.
+    """
+    slab = np.zeros(len(lo), np.int64)
+    for axis in range(lo.shape[1]):
+        order = np.lexsort((size[:, axis], lo[:, axis], slab))
+        lo, size, slab = lo[order], size[order], slab[order]
+        first, length = lo[:, axis], size[:, axis]
+        new = np.ones(len(lo), bool)
+        new[1:] = (np.diff(slab) != 0) | (np.diff(first) != 0) | (np.diff(length) != 0)
+        begin = np.flatnonzero(new)
+        # Intervals that differ, sorted: where any two of a slab cross, two neighbours do.
+        cross = (slab[begin[1:]] == slab[begin[:-1]]) & (first[begin[1:]] < (first + length)[begin[:-1]])
+        if cross.any():
+            apart = np.isin(slab, slab[begin[:-1][cross]])
+            for number in np.unique(slab[apart]).tolist():
+                a, b = np.searchsorted(slab, [number, number + 1]).tolist()
+                if not _disjoint_in_pairs(lo[a:b], size[a:b], axis):
+                    return False
+            lo, size, slab, new = lo[~apart], size[~apart], slab[~apart], new[~apart]
+        slab = np.cumsum(new)
+    return len(slab) == 0 or bool((np.bincount(slab) <= 1).all())
+
+
+def _disjoint_in_pairs(lo: Ints, size: Ints, axis: int) -> bool:
+    """The same for boxes sorted by lo of an axis: each is compared with those that begin before it stops on that axis."""
+    first, stop = lo[:, axis], lo[:, axis] + size[:, axis]
+    for row, last in enumerate(np.searchsorted(first, stop, side="left").tolist()):
         others = slice(row + 1, last)
         both = np.minimum(lo[others] + size[others], lo[row] + size[row]) > np.maximum(lo[others], lo[row])
         if bool(both.all(axis=1).any()):
@@ -66,7 +84,9 @@ def _disjoint(lo: Ints, size: Ints) -> bool:
 
 def _disjoint_by_runs(tables: tuple[SortedTable, ...]) -> str:
     """Pieces over different views, as intervals of the flattened tensor."""
-    spans = sorted((run.lo[0], run.lo[0] + run.size[0]) for t in tables for piece in t.table for run in flat_runs(piece))
+    spans = sorted(
+        (run.lo[0], run.lo[0] + run.size[0]) for t in tables for piece in t.table for run in flat_runs(piece)
+    )
     at = 0
     for start, stop in spans:
         if start < at:
@@ -110,7 +130,11 @@ def check(plan: Plan) -> Totals:
         steps = plan.extent(extent)
         done = sum(map(step_nbytes, steps))
         if done != extent.stop - extent.start:
-            raise Damaged(f"the plan fills {done} of {extent.stop - extent.start} bytes", where=plan.files[extent.file].path, code="plan-incomplete")
+            raise Damaged(
+                f"the plan fills {done} of {extent.stop - extent.start} bytes",
+                where=plan.files[extent.file].path,
+                code="plan-incomplete",
+            )
         count(totals, extent, steps)
     if not totals.moves:
         totals.shortest_run = 0
@@ -137,7 +161,11 @@ def count(totals: Totals, extent: Extent, steps: Iterable[object]) -> None:
             continue
         if step.rule is None or len(step.size) > 1 or (step.size and step.src_strides[0] != step.item):
             totals.strided += 1
-            run = step.size[-1] * step.item if step.size and step.src_strides[-1] == step.item == step.dst_strides[-1] else step.item
+            run = (
+                step.size[-1] * step.item
+                if step.size and step.src_strides[-1] == step.item == step.dst_strides[-1]
+                else step.item
+            )
             totals.shortest_run = min(totals.shortest_run, run)
             last = step.src + sum((n - 1) * s for n, s in zip(step.size, step.src_strides, strict=True)) + step.item
             a, b = spans.get(step.source, (step.src, last))

@@ -101,12 +101,16 @@ class Plan:
     def _moves(self, key: Key, dtype: DType, wanted: Piece) -> Iterator[Move]:
         tensor = self.index.tensors.get(key)
         if tensor is None:
-            raise Damaged(f"the plan names {key.name} ({key.kind}), which the source does not hold", code="tensor-missing")
+            raise Damaged(
+                f"the plan names {key.name} ({key.kind}), which the source does not hold", code="tensor-missing"
+            )
         rule = None
         if tensor.dtype.name != dtype.name:
             rule = Cast(tensor.dtype.name, dtype.name)
             if rule not in self.casts:
-                raise Unsupported(f"{key.name} is {tensor.dtype.name} in the source and {dtype.name} in the target, and no cast was asked for")
+                raise Unsupported(
+                    f"{key.name} is {tensor.dtype.name} in the source and {dtype.name} in the target, and no cast was asked for"
+                )
         item, own = dtype.itemsize, tensor.dtype.itemsize
         for hit in self.index.hits(key, wanted, item):
             if len(hit.size) == 1:
@@ -123,7 +127,9 @@ def _wanted(region: Region, first: int, start: int, stop: int, item: int) -> Ite
     boxes: list[Box] = run_boxes((start - first) // item, (stop - first) // item, region.size)
     at = start
     for lo, size in boxes:
-        yield Piece(region.view, tuple(map(sum, zip(region.lo, lo, strict=True))), size, -1, at, dense_strides(size, item))
+        yield Piece(
+            region.view, tuple(map(sum, zip(region.lo, lo, strict=True))), size, -1, at, dense_strides(size, item)
+        )
         at += math.prod(size) * item
 
 
@@ -146,7 +152,7 @@ def _cut(file: OutputFile, start: int, stop: int) -> int:
         return first if first > start else file.starts[at + 1]
     if isinstance(segment, Region) and segment.dtype.bits % 8 == 0:
         cut = stop - (stop - first) % segment.dtype.itemsize
-        return cut if cut > start else min(stop + segment.dtype.itemsize, file.starts[at + 1])
+        return cut if cut > start else cut + segment.dtype.itemsize
     return stop
 
 
