@@ -1,10 +1,10 @@
-"""Bytes of a file, or of a range of one, read at a position. Nothing here knows a format; nothing is mapped or cached."""
+"""Bytes of a file, or of a range of one, read at a position. No format is known here; nothing is mapped or cached."""
 
 from __future__ import annotations
 
 import os
 import stat
-from typing import Protocol, TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckptctl.core.errors import CkptError, Damaged, Unrecognised
 
@@ -33,7 +33,7 @@ class ByteSource(Protocol):
 class FileBytes:
     """Bytes [start, stop) of a file; stop None is the file's end. Use as a context, or close it.
 
-    Reads with pread: no position is shared, so threads may read at once. Errors of the system are CkptErrors naming the file.
+    Reads with pread: no position is shared, so threads may read at once. Errors of the system become CkptErrors.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Pickles as data: read into value trees and written again, never run. No framework's knowledge is here; `torchfile` has torch's."""
+"""Pickles as data: read into value trees and written again, never run. What torch puts in them is in `torchfile`."""

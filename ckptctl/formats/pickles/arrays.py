@@ -1,22 +1,23 @@
-"""NumPy arrays and scalars in pickles: into NumpyArray where the dtype is plain, and back. NumPy itself unpickles nothing here.
+"""NumPy arrays and scalars in pickles: into NumpyArray where the dtype is plain, and back. NumPy unpickles nothing.
 
-Source: NumPy 2.3, numpy/_core/src/multiarray/methods.c, array_reduce and array_setstate; descriptor.c, arraydescr_reduce.
+Source: NumPy 2.3, numpy/_core/src/multiarray: methods.c, array_reduce, array_setstate; descriptor.c, arraydescr_reduce.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckptctl.core.errors import Damaged
 from ckptctl.core.values import Global, Record, Tree
 from ckptctl.formats.pickles.nodes import NumpyArray, show
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptctl.formats.pickles.calls import Call
     from collections.abc import Mapping
+
+    from ckptctl.formats.pickles.calls import Call
 
 _PLAIN = {
     f"{kind}{size}"
@@ -42,23 +43,20 @@ def _finish_array(record: Record, state: Tree) -> Tree:
     """A pickled ndarray once its state is there: (version, shape, dtype, is_fortran, bytes)."""
     fresh = record.args == (_NDARRAY, (0,), b"b") and not record.has_state
     if not fresh or not isinstance(state, tuple) or len(state) != 5 or not isinstance(record.func, Global):
-        return _kept(record, state)
+        return NotImplemented
     version, shape, dtype, fortran, data = state
     text = _plain_dtype(dtype)
     if version != 1 or not text or type(data) is not bytes or type(shape) is not tuple or type(fortran) is not bool:
-        return _kept(record, state)
-    if not all(type(n) is int and 0 <= n < 2**63 for n in shape) or math.prod(shape) * int(text[2:]) != len(data):
+        return NotImplemented
+    if (
+        len(shape) > 64
+        or not all(type(n) is int and 0 <= n < 2**63 for n in shape)
+        or math.prod(shape) * int(text[2:]) != len(data)
+    ):
         raise ValueError(f"a NumPy array of {text} and shape {show(shape)} has {len(data)} bytes")
     if fortran:
         data = _reordered(data, text, shape[::-1]) if data else data
     return NumpyArray(text, shape, data, module=record.func.module, fortran=fortran)
-
-
-def _kept(record: Record, state: Tree) -> Record:
-    if record.has_state:
-        raise ValueError("an array is given its state twice")
-    record.state, record.has_state = state, True
-    return record
 
 
 def _reordered(data: bytes, dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -82,7 +80,7 @@ FINISH = {f"{module}._reconstruct": _finish_array for module in MODULES}
 
 
 def numpy_record(array: NumpyArray, dtypes: dict[str, Record]) -> Record:
-    """The call and state as which NumPy pickles an array. dtypes shares one dtype object among the arrays of a pickle."""
+    """The call and state as which NumPy pickles an array. dtypes shares one dtype object among those of a pickle."""
     order, code = array.dtype[0], array.dtype[1:]
     if array.dtype not in dtypes:
         dtypes[array.dtype] = Record(

@@ -1,7 +1,8 @@
 """Pickles into value trees, by a machine of our own: no import, no call of anything that a file names.
 
-What would have been built becomes an inert Record; a fixed short list of calls (`calls.CALLS`) and those that the caller gives are
-evaluated. The machine keeps its own stacks, so nesting costs no recursion, and forgets memo entries that nothing reads.
+What would have been built becomes an inert Record; a fixed short list of calls (`calls.CALLS`) and those that the
+caller gives are evaluated. The machine keeps its own stacks, so nesting costs no recursion, and forgets memo entries
+that nothing reads.
 Source of the semantics: CPython 3.13, Lib/pickle.py, _Unpickler.
 """
 
@@ -9,30 +10,27 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.core.errors import CkptError, Damaged
-from ckptctl.core.values import Global, OrderedPairs, Record, TensorRef, Tree
+from ckptctl.core.values import Global, Record, Tree
 from ckptctl.formats.pickles.calls import CALLS, Call, check_key
-from ckptctl.formats.pickles.danger import Finding, findings, is_inert_getattr
-from ckptctl.formats.pickles.nodes import PersistentId, SizeTuple, show
+from ckptctl.formats.pickles.danger import Finding, findings
+from ckptctl.formats.pickles.nodes import PersistentId, show
+from ckptctl.formats.pickles.objects import Finish, Fresh, Objects, append, memoized, put_state, set_items
 from ckptctl.formats.pickles.opcodes import OPCODES
 from ckptctl.formats.pickles.scan import Scan, scan
 from ckptctl.formats.pickles.text import TEXT_VALUES
 
-Finish = Callable[[Record, Tree], Tree]
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Mapping
 
-_GETATTR = frozenset({"builtins.getattr", "__builtin__.getattr"})
-_NEWOBJ = frozenset({"copyreg.__newobj__", "copy_reg.__newobj__"})
-_NEWOBJ_EX = frozenset({"copyreg.__newobj_ex__", "copy_reg.__newobj_ex__"})
-_SHARED_SIZES = 1 << 16
-# Runs of opcodes that make up most of a large pickle of objects, read in one step where no GET reads what they put into the memo.
+# Runs of opcodes that make up most of a large pickle of objects: one step where no GET reads their memo entries.
 _FRESH = b")\x81\x94}\x94("
 """EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK: an instance whose state, a dict, follows."""
 _SIZE = b"\x94\x85\x94R\x94"
-"""MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE: a call with the tuple before it as the only argument, as torch.Size is written."""
+"""MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE: a call with the tuple before it as the only argument, as of torch.Size."""
 _PAUSE_GC_ABOVE = 1 << 20
 
 
@@ -66,12 +64,14 @@ def load(
 ) -> Loaded:
     """The value tree of the pickle at data[start:]. where is the file's name, for messages.
 
-    persistent turns a persistent id into a tree (default: a PersistentId). rebuild evaluates calls by dotted name: it is given their
-    arguments, and gives NotImplemented to leave a Record. finish is asked when a Record of that func is given its state: what it returns
-    takes the Record's place (or is the Record, its state then set). known is the same for classes whose instances are replaced by
-    something compact made of their state alone; with it, torch.Size gives plain tuples, equal ones shared where they are near each other.
+    persistent turns a persistent id into a tree (default: a PersistentId). rebuild evaluates calls by dotted name:
+    each is given the arguments. finish is asked when a Record of that func is given its state (the Record, the
+    state): what it returns takes the Record's place. known is the same for classes whose instances become something
+    compact made of their state alone; with it, torch.Size gives plain tuples, equal ones shared where they are near
+    each other. All of them return NotImplemented to leave a Record; KeyError, TypeError, ValueError of theirs become
+    Damaged.
 
-    Raises Damaged (also for bytes that no pickler writes: missing marks, unhashable keys), Unsupported; never runs anything.
+    Raises Damaged, also for what no pickler writes (missing marks, unhashable keys), and Unsupported. Runs nothing.
     """
     raw = data if type(data) is bytes else bytes(data)
     found = scan(raw, where, start) if scanned is None else scanned
@@ -87,14 +87,7 @@ def load(
     return Loaded(tree, found.stop, machine.globals, machine.risky_getattr)
 
 
-class _Fresh(NamedTuple):
-    """An instance of a known class that waits for its state and is in no memo: one stands for all."""
-
-    cls: Global
-    make: Callable[[Tree], Tree]
-
-
-class _Machine:
+class _Machine(Objects):
     """One pickle being read. at is the opcode's offset once something went wrong."""
 
     def __init__(
@@ -109,17 +102,7 @@ class _Machine:
     ) -> None:
         self.data, self.where, self.found = data, where, found
         self.persistent = persistent or PersistentId
-        self.names, self.finish, self.known = calls, finish, known
-        self.globals: Counter[Global] = Counter()
-        self.risky_getattr = 0
-        self.interned: dict[tuple[str, str], Global] = {}
-        # What a Global means to this machine, by its identity: interned Globals live as long as the machine does.
-        self.calls: dict[int, Call] = {}
-        self.finishers: dict[int, Finish] = {}
-        self.makers: dict[int, Callable[[Tree], Tree]] = {}
-        self.fresh: dict[int, _Fresh] = {}
-        self.how: dict[int, str] = {}
-        self.sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        super().__init__(calls, finish, known)
 
     def run(self) -> Tree:
         try:
@@ -157,7 +140,7 @@ class _Machine:
         aliases: dict[int, list[int]] = {}  # memo ids of records that may be replaced once they have their state
         # MEMOIZE numbers entries by how many there are: those below dense, and the scattered ones above.
         dense, scattered = 0, set[int]()
-        waiting = 0  # how many _Fresh stand for an object whose state has yet to come
+        waiting = 0  # how many Fresh stand for an object whose state has yet to come
         makers, fresh = self.makers, self.fresh
         u16, u32 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
         i32, f64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
@@ -168,7 +151,7 @@ class _Machine:
                     index = dense + len(scattered)
                     dense += 1
                     if scattered and index >= dense:
-                        dense = self._memoized(index, dense - 1, scattered)
+                        dense = memoized(index, dense - 1, scattered)
                     if index in read:
                         top = stack[-1]
                         memo[index] = top
@@ -186,7 +169,7 @@ class _Machine:
                     if index == dense and not scattered:
                         dense += 1
                     else:
-                        dense = self._memoized(index, dense, scattered)
+                        dense = memoized(index, dense, scattered)
                     if index in read or index >= never:
                         top = stack[-1]
                         memo[index] = top
@@ -209,29 +192,29 @@ class _Machine:
                                 check_key(key)
                             top[key] = next(rows)
                     else:
-                        self._set_items(top, items)
+                        set_items(top, items)
                     at += 1
                 elif op == 0x62:  # BUILD
                     state = stack.pop()
                     top = stack[-1]
-                    if type(top) is _Fresh:
+                    if type(top) is Fresh:
                         waiting -= 1
                         built = top.make(state)
                         stack[-1] = (
-                            self._build(Record(top.cls, (), "newobj"), state) if built is NotImplemented else built
+                            self.build(Record(top.cls, (), "newobj"), state) if built is NotImplemented else built
                         )
                     elif type(top) is Record:
                         maker = makers.get(id(top.func))
                         built = NotImplemented if maker is None else maker(state)
                         if built is NotImplemented:
-                            built = self._build(top, state)
+                            built = self.build(top, state)
                         if built is not top:
                             stack[-1] = built
                             for index in aliases.pop(id(top), ()):
                                 if memo.get(index) is top:
                                     memo[index] = built
                     else:
-                        self._build_plain(top, state)
+                        put_state(top, state)
                     at += 1
                 elif op == 0x29:  # EMPTY_TUPLE
                     if data[at : at + 6] == _FRESH and not scattered and read.isdisjoint((dense, dense + 1)):
@@ -255,7 +238,7 @@ class _Machine:
                         and not scattered
                         and read.isdisjoint((dense, dense + 1, dense + 2))
                     ):
-                        stack[-1] = self._reduce(stack[-1], (tail,))
+                        stack[-1] = self.reduce(stack[-1], (tail,))
                         dense += 3
                         at += 6
                     else:
@@ -270,13 +253,13 @@ class _Machine:
                     stack.append(str(data[first:stop], "utf-8", "surrogatepass"))
                     at = stop
                 elif op == 0x85:  # TUPLE1
-                    tail = (stack.pop(),)
+                    tail: tuple[Tree, ...] = (stack.pop(),)
                     if (
                         data[at + 1 : at + 6] == _SIZE
                         and not scattered
                         and read.isdisjoint((dense, dense + 1, dense + 2))
                     ):
-                        stack[-1] = self._reduce(stack[-1], (tail,))
+                        stack[-1] = self.reduce(stack[-1], (tail,))
                         dense += 3
                         at += 6
                     else:
@@ -293,7 +276,7 @@ class _Machine:
                     at = stop
                 elif op == 0x52:  # REDUCE
                     args = stack.pop()
-                    stack[-1] = self._reduce(stack[-1], args)
+                    stack[-1] = self.reduce(stack[-1], args)
                     at += 1
                 elif op == 0x81:  # NEWOBJ
                     args = stack.pop()
@@ -326,15 +309,15 @@ class _Machine:
                     at += 1
                 elif op == 0x65:  # APPENDS
                     items, stack = stack, marks.pop()
-                    _append(stack[-1], items)
+                    append(stack[-1], items)
                     at += 1
                 elif op == 0x61:  # APPEND
                     item = stack.pop()
-                    _append(stack[-1], (item,))
+                    append(stack[-1], (item,))
                     at += 1
                 elif op == 0x73:  # SETITEM
                     value, key = stack.pop(), stack.pop()
-                    self._set_items(stack[-1], [key, value])
+                    set_items(stack[-1], [key, value])
                     at += 1
                 elif op == 0x51:  # BINPERSID
                     stack[-1] = self.persistent(stack[-1])
@@ -344,11 +327,11 @@ class _Machine:
                     at += 9
                 elif op == 0x93:  # STACK_GLOBAL
                     name, module = stack.pop(), stack[-1]
-                    stack[-1] = self._global(module, name)
+                    stack[-1] = self.intern(module, name)
                     at += 1
                 elif op == 0x63:  # GLOBAL
                     module, name, at = self._two_lines(at + 1)
-                    stack.append(self._global(module, name))
+                    stack.append(self.intern(module, name))
                 elif op == 0x95:  # FRAME
                     at += 9
                 elif op == 0x80:  # PROTO
@@ -385,7 +368,7 @@ class _Machine:
                     index = int(line)
                     if index < 0:
                         raise ValueError(f"memo {index}")
-                    dense = self._memoized(index, dense, scattered)
+                    dense = memoized(index, dense, scattered)
                     memo[index] = stack[-1]
                     if type(stack[-1]) is Record:
                         aliases.setdefault(id(stack[-1]), []).append(index)
@@ -401,7 +384,7 @@ class _Machine:
                 elif op == 0x64:  # DICT
                     items, stack = stack, marks.pop()
                     stack.append({})
-                    self._set_items(stack[-1], items)
+                    set_items(stack[-1], items)
                     at += 1
                 elif op == 0x8F:  # EMPTY_SET
                     stack.append(set())
@@ -427,17 +410,17 @@ class _Machine:
                     stack = marks.pop()
                     at += 1
                 elif op == 0x32:  # DUP
-                    waiting += type(stack[-1]) is _Fresh
+                    waiting += type(stack[-1]) is Fresh
                     stack.append(stack[-1])
                     at += 1
                 elif op == 0x69:  # INST
                     module, name, after = self._two_lines(at + 1)
                     items, stack = stack, marks.pop()
-                    stack.append(self._reduce(self._global(module, name), tuple(items)))
+                    stack.append(self.reduce(self.intern(module, name), tuple(items)))
                     at = after
                 elif op == 0x6F:  # OBJ
                     items, stack = stack, marks.pop()
-                    stack.append(self._reduce(items[0], tuple(items[1:])))
+                    stack.append(self.reduce(items[0], tuple(items[1:])))
                     at += 1
                 elif op == 0x92:  # NEWOBJ_EX
                     kwargs, args = stack.pop(), stack.pop()
@@ -450,104 +433,6 @@ class _Machine:
         finally:
             self.at = min(at, len(data) - 1)
 
-    def _reduce(self, func: Tree, args: Tree) -> Tree:
-        """func(*args): evaluated where a call of ours stands for it, else a Record."""
-        if not isinstance(args, tuple):
-            raise TypeError(f"the arguments of a call are a {type(args).__name__}")
-        call = self.calls.get(id(func))
-        made = NotImplemented if call is None else call(args)
-        return self._record(func, args) if made is NotImplemented else made
-
-    def _record(self, func: Tree, args: tuple[Tree, ...]) -> Record:
-        how = self.how.get(id(func), "reduce")
-        if how == "newobj" and args:
-            return Record(args[0], tuple(args[1:]), "newobj")
-        if how == "newobj_ex" and len(args) == 3 and isinstance(args[1], tuple) and isinstance(args[2], dict):
-            return Record(args[0], args[1], "newobj_ex", args[2])
-        if how == "getattr" and not is_inert_getattr(args):
-            self.risky_getattr += 1
-        return Record(func, args)
-
-    def _build(self, record: Record, state: Tree) -> Tree:
-        """The record with its state, or what a finisher puts in its place."""
-        finish = self.finishers.get(id(record.func))
-        if finish is not None:
-            made = finish(record, state)
-            if made is not record:
-                return made
-        if record.has_state:
-            if not (type(record.state) is dict and type(state) is dict):
-                raise ValueError("an object is given its state twice")
-            state = {**record.state, **state}
-        record.state, record.has_state = state, True
-        return record
-
-    @staticmethod
-    def _build_plain(top: Tree, state: Tree) -> None:
-        if not isinstance(top, (OrderedPairs, TensorRef)):
-            raise TypeError(f"puts state on a {type(top).__name__}")
-        top.attributes = state
-
-    @staticmethod
-    def _set_items(target: Tree, items: list[Tree]) -> None:
-        """Pairs of items (key, value, key, value, ...) into a dict or a Record."""
-        if len(items) % 2:
-            raise ValueError("a key without a value")
-        if isinstance(target, dict):
-            for i in range(0, len(items), 2):
-                key = items[i]
-                if type(key) is not str:
-                    check_key(key)
-                target[key] = items[i + 1]
-        elif type(target) is Record:
-            target.pairs.extend(zip(items[::2], items[1::2], strict=True))
-        else:
-            raise TypeError(f"puts items into a {type(target).__name__}")
-
-    @staticmethod
-    def _memoized(index: int, dense: int, scattered: set[int]) -> int:
-        """Counts one more memo entry; gives the new dense."""
-        if index > dense:
-            scattered.add(index)
-        elif index == dense:
-            dense += 1
-            while dense in scattered:
-                scattered.remove(dense)
-                dense += 1
-        return dense
-
-    def _global(self, module: Tree, name: Tree) -> Global:
-        if type(module) is not str or type(name) is not str:
-            raise TypeError("the name of a global is no text")
-        made = self.interned.get((module, name))
-        if made is None:
-            made = self.interned[module, name] = Global(module, name)
-            dotted = str(made)
-            if dotted in self.names:
-                self.calls[id(made)] = (
-                    self._shared_size if self.known and dotted == "torch.Size" else self.names[dotted]
-                )
-            if dotted in self.finish:
-                self.finishers[id(made)] = self.finish[dotted]
-            if dotted in self.known:
-                self.makers[id(made)] = self.known[dotted]
-                self.fresh[id(made)] = _Fresh(made, self.known[dotted])
-            for how, names in (("newobj", _NEWOBJ), ("newobj_ex", _NEWOBJ_EX), ("getattr", _GETATTR)):
-                if dotted in names:
-                    self.how[id(made)] = how
-        self.globals[made] += 1
-        return made
-
-    def _shared_size(self, args: tuple[Tree, ...]) -> Tree:
-        size = args[0] if len(args) == 1 else ()
-        if type(size) is tuple and (shared := self.sizes.get(size)) is not None:
-            return shared
-        if type(size) is not tuple or not all(type(n) is int for n in size):
-            return NotImplemented
-        if len(self.sizes) >= _SHARED_SIZES:
-            self.sizes.clear()  # most sizes recur soon or never
-        return self.sizes.setdefault(size, size)
-
     def _line(self, start: int) -> tuple[bytes, int]:
         stop = self.data.index(b"\n", start)
         return self.data[start:stop], stop + 1
@@ -556,15 +441,6 @@ class _Machine:
         module, after = self._line(start)
         name, after = self._line(after)
         return str(module, "utf-8"), str(name, "utf-8"), after
-
-
-def _append(target: Tree, items: list[Tree] | tuple[Tree, ...]) -> None:
-    if type(target) is list:
-        target.extend(items)
-    elif type(target) is Record:
-        target.items.extend(items)
-    else:
-        raise TypeError(f"appends to a {type(target).__name__}")
 
 
 def _old_text(data: bytes) -> Tree:
@@ -579,4 +455,3 @@ _COUNTED_BYTES: dict[int, Callable[[bytes], Tree]] = {
     0x42: bytes, 0x43: bytes, 0x8E: bytes, 0x96: bytearray,
     0x8D: lambda data: str(data, "utf-8", "surrogatepass"), 0x54: _old_text, 0x55: _old_text,
 }  # fmt: skip
-__all__ = ["Loaded", "SizeTuple", "load"]

@@ -1,7 +1,7 @@
-"""The few calls of a pickle that are evaluated, by code of ours: builtin containers and numbers, OrderedDict, torch.Size, bytes of protocol 2.
+"""The few calls of a pickle that are evaluated, by our code: containers, numbers, bytes, OrderedDict, torch.Size.
 
-Each takes the call's arguments and gives a tree, or NotImplemented where they are not the plain ones that a pickler writes (the call then
-stays a Record). Nothing named by a file is ever imported or called.
+Each takes the call's arguments and gives a tree, or NotImplemented where they are not the plain ones that a pickler
+writes (the call then stays a Record). Nothing named by a file is ever imported or called.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MAX_KEY_NODES, MAX_KEY_DEPTH = 4096, 64
 
 
 def check_key(key: Tree) -> None:
-    """Refuses what cannot be hashed in bounded time and depth: ValueError (too deep or too large) or TypeError (a list, a dict).
+    """Refuses what cannot be hashed in bounded time and depth: ValueError; what cannot be hashed at all: TypeError.
 
-    A tuple of tuples that shares parts can take 2**depth steps to hash, and a deep one overflows the interpreter's stack.
+    A tuple of tuples that shares parts can take 2**depth steps to hash; a deep one overflows the interpreter's stack.
     """
     if type(key) is str or type(key) is int:
         return
@@ -122,4 +122,4 @@ CALLS: Mapping[str, Call] = {
     "_codecs.encode": _encode,
     "torch.Size": _size,
 }
-"""By the dotted name a pickle gives. How a protocol-2 pickle writes bytes and bytearrays: CPython 3.13, Lib/pickle.py, save_bytes."""
+"""By the dotted name a pickle gives. Source for bytes of protocol 2: CPython 3.13, Lib/pickle.py, save_bytes."""

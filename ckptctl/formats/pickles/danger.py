@@ -1,4 +1,4 @@
-"""Which names in a pickle would run code. Two data files decide: dangerous.toml, and known.toml. Nothing is imported to find out.
+"""Which names in a pickle would run code. Two data files decide, dangerous.toml and known.toml; nothing is imported.
 
 The verdict is about what somebody else's unpickler would do: this project runs no pickle.
 """
@@ -9,7 +9,7 @@ import functools
 import re
 import tomllib
 from importlib import resources
-from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckptctl.core.dtype import DTYPES
 from ckptctl.core.values import Global, Record, Tree
@@ -88,10 +88,8 @@ def is_inert_getattr(args: tuple[Tree, ...]) -> bool:
         or args[1].startswith("__")
     ):
         return False
-    while isinstance(args[0], Record) and _getattr_args(args[0]) is not None:
-        args = args[0].args  # getattr of getattr: what matters is where the chain begins
-        if type(args[1]) is not str:
-            return False
+    if isinstance(args[0], Record) and _is_getattr(args[0]):
+        return True  # that one was judged when it was read
     owner = args[0].func if isinstance(args[0], Record) else args[0]
     return (
         isinstance(owner, Global)
@@ -100,13 +98,17 @@ def is_inert_getattr(args: tuple[Tree, ...]) -> bool:
     )
 
 
-def _getattr_args(record: Record) -> tuple[Tree, ...] | None:
-    is_getattr = isinstance(record.func, Global) and _spelled(record.func) == _GETATTR and len(record.args) == 2
-    return record.args if is_getattr else None
+def calls_plain_attribute(func: Record) -> bool:
+    """Whether calling func calls what a getattr found, and that is no class: a method or a function."""
+    return _is_getattr(func) and (len(func.args) != 2 or not _CLASS.fullmatch(str(func.args[1])))
+
+
+def _is_getattr(record: Record) -> bool:
+    return isinstance(record.func, Global) and _spelled(record.func) == _GETATTR
 
 
 def findings(names: Counter[Global], risky_getattr: int = 0) -> list[Finding]:
-    """The dangerous ones among the names of a pickle. getattr counts where it was called on something that is not inert."""
+    """The dangerous ones among the names of a pickle; getattr where it was called on something that is not inert."""
     found = []
     for name in names:
         if _spelled(name) == _GETATTR:

@@ -1,8 +1,9 @@
-"""Value trees into pickles: protocol 2 and only its opcodes, which is what torch.load(weights_only=True) reads. Imports nothing it names.
+"""Value trees into pickles: protocol 2 only, which torch.load(weights_only=True) reads. Imports nothing.
 
-Every object is written as CPython's own pickler writes it, entry of the memo for entry, so a plain state dict read and written again is
-the same bytes. The same tree gives the same bytes.
-Source: CPython 3.13, Lib/pickle.py and Modules/_pickle.c; torch 2.13, torch/_tensor.py, _reduce_ex_internal, and torch/_utils.py.
+Every object is written as CPython's own pickler writes it, entry of the memo for entry, so a file of torch.save read
+and written again is the same bytes. The same tree gives the same bytes.
+Source: CPython 3.13, Lib/pickle.py, Modules/_pickle.c; torch 2.13, torch/_tensor.py, _reduce_ex_internal;
+torch/_utils.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 
 
 class StorageKeys:
-    """Numbers storages in the order in which a pickle first names them, as torch.save does: use as `persistent` of dump.
+    """Numbers storages in the order in which a pickle first names them, as torch.save does: the `persistent` of dump.
 
     order lists them: the storage order[k] has key str(k), and its bytes belong into the record `data/k`.
     """
@@ -52,7 +53,7 @@ class StorageKeys:
 
 
 def storage_class(storage: Storage) -> Global:
-    """The class that a torch pickle names for a storage. Unsupported for a dtype that has none (those are untyped storages)."""
+    """The class that a torch pickle names for a storage. Unsupported for a dtype without one (it needs None)."""
     if storage.dtype is None:
         return Global("torch.storage", "UntypedStorage")
     if not storage.dtype.storage:
@@ -61,7 +62,7 @@ def storage_class(storage: Storage) -> Global:
 
 
 def dump(tree: Tree, persistent: Callable[[Storage], Tree] | None = None) -> bytes:
-    """The pickle of a value tree, protocol 2. persistent gives the persistent id of each Storage, in the order of the pickle.
+    """The pickle of a value tree, protocol 2. persistent gives the persistent id of each Storage, as it is met.
 
     Identity is kept: an object at two places is written once, cycles included. Raises Unsupported for what is no tree.
     """
@@ -78,9 +79,11 @@ class _Writer:
         self.open: dict[int, int] = {}
         self.dtypes: dict[str, Record] = {}
         self.writers: dict[type, Callable[[Any], Steps]] = {
-            tuple: self._tuple, list: self._list, dict: self._dict, OrderedPairs: self._ordered, SizeTuple: self._size, set: self._set,
-            frozenset: self._set, bytes: self._bytes, bytearray: self._bytearray, complex: self._complex, Global: self._nested_global,
-            Record: self._record, TensorRef: self._tensor, Storage: self._storage, PersistentId: self._persistent_id, NumpyArray: self._numpy,
+            tuple: self._tuple, list: self._list, dict: self._dict, OrderedPairs: self._ordered, SizeTuple: self._size,
+            set: self._set, frozenset: self._set, bytes: self._bytes, bytearray: self._bytearray,
+            complex: self._complex,
+            Global: self._nested_global, Record: self._record, TensorRef: self._tensor, Storage: self._storage,
+            PersistentId: self._persistent_id, NumpyArray: self._numpy,
         }  # fmt: skip
 
     def run(self, tree: Tree) -> bytes:
@@ -150,7 +153,7 @@ class _Writer:
             self.out += (bytes((0x8A, len(raw))) if len(raw) < 256 else b"\x8b" + struct.pack("<i", len(raw))) + raw
 
     def _again(self, obj: Tree, drop: bytes) -> bool:
-        """Whether writing obj's parts wrote obj itself (a cycle): then what lies on the stack goes, and it is fetched."""
+        """Whether writing obj's parts wrote obj itself (a cycle): then the stack is cleared, and obj fetched."""
         self.open[id(obj)] -= 1
         if (seen := self.memo.get(id(obj))) is None:
             return False
@@ -287,7 +290,7 @@ class _Writer:
 
 
 def tensor_call(tensor: TensorRef) -> tuple[Global, tuple[Tree, ...]]:
-    """The call that torch writes for a tensor: the function and its arguments. Unsupported where dtype and storage contradict."""
+    """The call that torch writes for a tensor. Unsupported where the dtypes of tensor and storage contradict."""
     inner_grad = False if tensor.parameter else tensor.requires_grad
     head: tuple[Tree, ...] = (
         tensor.storage,

@@ -1,4 +1,4 @@
-"""Tree nodes that only pickles know, besides those of `core.values`: torch.Size, persistent ids, NumPy arrays. Nothing reads a file."""
+"""Tree nodes that only pickles have, besides those of `core.values`: torch.Size, persistent ids, NumPy arrays."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class PersistentId:
 
 @dataclass(eq=False, slots=True)
 class NumpyArray(Array):
-    """A NumPy array or scalar of plain dtype, as NumPy pickles it. dtype is NumPy's text, e.g. "<f8"; data are row-major.
+    """A NumPy array or scalar of plain dtype, as NumPy pickles it.
 
+    dtype is NumPy's text, e.g. "<f8"; data are row-major, little-endian.
     module is where the pickle found `_reconstruct` (NumPy 2 or 1); fortran tells an array that was column-major.
     """
 

@@ -12,7 +12,7 @@ LINE, TWO_LINES = -1, -2
 
 
 class Opcode(NamedTuple):
-    """One opcode. operand is its bytes (or LINE, TWO_LINES); counted is how many of them are the length of what follows them."""
+    """One opcode. operand is its bytes (or LINE, TWO_LINES); counted, how many of them say how much follows."""
 
     name: str
     operand: int = 0
@@ -25,12 +25,15 @@ OPCODES: dict[int, Opcode] = {
         ("I", "INT", LINE, 0), ("J", "BININT", 4, 0), ("K", "BININT1", 1, 0), ("M", "BININT2", 2, 0),
         ("L", "LONG", LINE, 0), ("\x8a", "LONG1", 1, 1), ("\x8b", "LONG4", 4, 4),
         ("S", "STRING", LINE, 0), ("T", "BINSTRING", 4, 4), ("U", "SHORT_BINSTRING", 1, 1),
-        ("B", "BINBYTES", 4, 4), ("C", "SHORT_BINBYTES", 1, 1), ("\x8e", "BINBYTES8", 8, 8), ("\x96", "BYTEARRAY8", 8, 8),
-        ("V", "UNICODE", LINE, 0), ("X", "BINUNICODE", 4, 4), ("\x8c", "SHORT_BINUNICODE", 1, 1), ("\x8d", "BINUNICODE8", 8, 8),
+        ("B", "BINBYTES", 4, 4), ("C", "SHORT_BINBYTES", 1, 1),
+        ("\x8e", "BINBYTES8", 8, 8), ("\x96", "BYTEARRAY8", 8, 8),
+        ("V", "UNICODE", LINE, 0), ("X", "BINUNICODE", 4, 4),
+        ("\x8c", "SHORT_BINUNICODE", 1, 1), ("\x8d", "BINUNICODE8", 8, 8),
         ("F", "FLOAT", LINE, 0), ("G", "BINFLOAT", 8, 0),
         ("N", "NONE", 0, 0), ("\x88", "NEWTRUE", 0, 0), ("\x89", "NEWFALSE", 0, 0),
         ("]", "EMPTY_LIST", 0, 0), ("a", "APPEND", 0, 0), ("e", "APPENDS", 0, 0), ("l", "LIST", 0, 0),
-        (")", "EMPTY_TUPLE", 0, 0), ("t", "TUPLE", 0, 0), ("\x85", "TUPLE1", 0, 0), ("\x86", "TUPLE2", 0, 0), ("\x87", "TUPLE3", 0, 0),
+        (")", "EMPTY_TUPLE", 0, 0), ("t", "TUPLE", 0, 0),
+        ("\x85", "TUPLE1", 0, 0), ("\x86", "TUPLE2", 0, 0), ("\x87", "TUPLE3", 0, 0),
         ("}", "EMPTY_DICT", 0, 0), ("d", "DICT", 0, 0), ("s", "SETITEM", 0, 0), ("u", "SETITEMS", 0, 0),
         ("\x8f", "EMPTY_SET", 0, 0), ("\x90", "ADDITEMS", 0, 0), ("\x91", "FROZENSET", 0, 0),
         ("0", "POP", 0, 0), ("2", "DUP", 0, 0), ("(", "MARK", 0, 0), ("1", "POP_MARK", 0, 0),

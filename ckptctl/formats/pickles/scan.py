@@ -1,4 +1,4 @@
-"""One fast pass over a pickle's opcodes: is every operand inside, where does it stop, which memo ids are read. Builds nothing."""
+"""One fast pass over a pickle's opcodes: is all inside, where does it stop, which memo ids are read. Builds nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _WINDOW = 1 << 22
 class Scan(NamedTuple):
     """What a pass over the opcodes found.
 
-    stop is one past STOP. read holds every memo id that some GET names, and possibly a few more (it is found without telling
-    operands from opcodes, which is what makes it fast): what is not in it is never read.
+    stop is one past STOP. read holds every memo id below stop - start that some GET names, and possibly a few more
+    (it is found without telling operands from opcodes, which is what makes it fast): what is not in it is never read.
     """
 
     start: int
@@ -35,10 +35,10 @@ class Truncated(Damaged):
 
 
 def scan(data: bytes | memoryview, where: str, start: int = 0) -> Scan:
-    """Checks the pickle at data[start:] opcode by opcode and says where it stops. where is the file's name, for messages.
+    """Checks the pickle at data[start:] opcode by opcode and says where it stops. where is the file, for messages.
 
-    Raises Truncated where the data end before STOP, Damaged at a byte that is no opcode, Unsupported for EXT1/2/4, NEXT_BUFFER,
-    READONLY_BUFFER and protocols above 5. Takes no memory for lengths that the data claim.
+    Raises Truncated where the data end before STOP, Damaged at a byte that is no opcode, Unsupported for EXT1/2/4,
+    NEXT_BUFFER, READONLY_BUFFER and protocols above 5. Takes no memory for lengths that the data claim.
     """
     size, at, protocol, skip = len(data), start, 0, _FIXED.match
     while True:
@@ -111,7 +111,7 @@ def _line_stop(data: bytes | memoryview, at: int, where: str, name: str) -> int:
 
 
 def _read_ids(data: bytes | memoryview, start: int, stop: int) -> frozenset[int]:
-    """Memo ids that a GET could name: whatever follows a byte that could be one. Ids beyond the pickle's length are left out."""
+    """Memo ids that a GET could name: whatever follows a byte that could be one, below the pickle's length."""
     flat = np.frombuffer(data, dtype=np.uint8)
     found: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
     for first in range(start, stop, _WINDOW):

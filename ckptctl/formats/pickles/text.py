@@ -6,12 +6,12 @@ Source: CPython 3.13, Lib/pickle.py, load_int, load_long, load_float, load_strin
 from __future__ import annotations
 
 import codecs
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptctl.core.values import Tree
     from collections.abc import Callable
+
+    from ckptctl.core.values import Tree
 
 
 def _int(line: bytes) -> Tree:

@@ -1,11 +1,11 @@
-"""Walks over value trees, without recursion and through cycles: each object once, with the path at which it was met first."""
+"""Walks over value trees, without recursion and through cycles: each object once, with its first path."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
 from ckptctl.core.values import Global, OrderedPairs, Record, Storage, TensorRef, Tree
 from ckptctl.formats.pickles.nodes import NumpyArray, PersistentId, show
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

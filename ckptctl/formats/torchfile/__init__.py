@@ -1,1 +1,1 @@
-"""Files of torch.save without torch: zips, the stream before torch 1.6, TorchScript archives, bare pickles. Reads no tensor data."""
+"""Files of torch.save without torch: zips, the stream before 1.6, TorchScript, bare pickles. Reads no tensor data."""

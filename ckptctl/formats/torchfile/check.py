@@ -1,19 +1,20 @@
-"""Do the tensors of a torch file lie in their storages, and the storages in the file? Pure: looks at a tree and sizes."""
+"""Do the tensors of a torch file lie in their storages, and the storages in the file? Looks at a tree and sizes."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import CkptError, Damaged
 from ckptctl.core.values import Record, Storage, TensorRef, Tree
 from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.pickles.walk import path_text, walk
 from ckptctl.formats.torchfile.rebuild import why_unsupported
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LIMIT = 2**63
+_MOST_AXES = 64
 
 
 def wanted_nbytes(storage: Storage) -> int:
@@ -66,6 +67,8 @@ def _tensor_problem(t: TensorRef, where: str, named: str) -> Damaged | None:
     def bad(what: str, why: str, code: str) -> Damaged:
         return Damaged(f"{named} {what}", where=f"{where}, {named}", why=why, fix="copy the file again", code=code)
 
+    if len(t.shape) > _MOST_AXES:
+        return bad("has too many axes", f"{len(t.shape)}, at most {_MOST_AXES} are read", "bad-shape")
     if len(t.shape) != len(t.stride):
         return bad(
             "has a shape and strides that do not fit", f"shape {show(t.shape)}, strides {show(t.stride)}", "bad-shape"
@@ -76,7 +79,7 @@ def _tensor_problem(t: TensorRef, where: str, named: str) -> Damaged | None:
         return bad(
             "has a negative offset or stride", f"offset {show(t.offset)}, strides {show(t.stride)}", "bad-offsets"
         )
-    if max((*t.shape, *t.stride, t.offset, t.numel * t.dtype.bits), default=0) >= _LIMIT:
+    if max((*t.shape, *t.stride, t.offset)) >= _LIMIT or t.numel * t.dtype.bits >= _LIMIT:
         return bad("is larger than any file", f"shape {show(t.shape)} of {t.dtype.name}", "size-overflow")
     whole = t.storage.numel if t.storage.dtype is not None else t.storage.numel * 8 // t.dtype.bits
     used = t.offset + 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) if t.numel else 0

@@ -1,23 +1,26 @@
-"""The stream that torch.save wrote before 1.6: five pickles, then each storage's element count and bytes. Reads no tensor data.
+"""The stream that torch.save wrote before 1.6: five pickles, then the storages. Reads no tensor data.
 
-Source: torch 2.13, torch/serialization.py, _legacy_save, _legacy_load; storages: torch/csrc/serialization.cpp, THPStorage_writeFileRaw.
+Source: torch 2.13, torch/serialization.py, _legacy_save, _legacy_load; torch/csrc/serialization.cpp,
+THPStorage_writeFileRaw.
 """
 
 from __future__ import annotations
 
-
-from ckptctl.core.errors import CkptError, Damaged, Unsupported
-from ckptctl.formats.pickles.build import Finish, Loaded, load
-from ckptctl.formats.pickles.nodes import show
-from ckptctl.formats.pickles.scan import Scan, Truncated, scan
 from typing import TYPE_CHECKING
 
+from ckptctl.core.errors import CkptError, Damaged, Unsupported
+from ckptctl.formats.pickles.build import Loaded, load
+from ckptctl.formats.pickles.nodes import show
+from ckptctl.formats.pickles.scan import Scan, Truncated, scan
+
 if TYPE_CHECKING:
-    from ckptctl.formats.torchfile.rebuild import Storages
-    from ckptctl.formats.pickles.calls import Call
-    from ckptctl.formats.bytesource import ByteSource
-    from ckptctl.core.values import Storage, Tree
     from collections.abc import Mapping
+
+    from ckptctl.core.values import Storage, Tree
+    from ckptctl.formats.bytesource import ByteSource
+    from ckptctl.formats.pickles.calls import Call
+    from ckptctl.formats.pickles.objects import Finish
+    from ckptctl.formats.torchfile.rebuild import Storages
 
 MAGIC_NUMBER, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 MAGIC = MAGIC_NUMBER.to_bytes(10, "little")
@@ -32,7 +35,7 @@ class Front:
         self.data = reader.read(0, min(reader.nbytes, _FIRST_READ))
 
     def scan(self, start: int) -> Scan:
-        """The extent of the pickle at start; reads more of the file where it goes on. Truncated where the file ends first."""
+        """The extent of the pickle at start; reads more of the file as needed. Truncated where the file ends first."""
         while True:
             try:
                 return scan(self.data, self.reader.path, start)
@@ -50,7 +53,7 @@ class Front:
 def read_legacy(
     front: Front, storages: Storages, calls: Mapping[str, Call], finish: Mapping[str, Finish]
 ) -> tuple[Loaded, int, list[CkptError]]:
-    """The object of the stream, where the last pickle stops, and what is wrong with its storages. Places every storage it can."""
+    """The object of the stream, where the last pickle stops, what is wrong with its storages. Places those it can."""
     reader = front.reader
 
     def one(start: int, persistent: Storages | None = None) -> Loaded:
@@ -83,7 +86,7 @@ def read_legacy(
 
 
 def _place(reader: ByteSource, storages: Storages, keys: Tree, start: int) -> list[CkptError]:
-    """Fills in where each storage lies: for each key an int64 element count, then the elements. What is wrong ends it."""
+    """Fills in where each storage lies: for each key an int64 count, then the elements. Whatever is wrong ends it."""
     if not isinstance(keys, list) or not all(type(key) is str for key in keys) or len(set(keys)) != len(keys):
         raise Damaged("the list of storage keys is damaged", where=reader.path, why=show(keys), code="pickle-damaged")
     problems: list[CkptError] = []

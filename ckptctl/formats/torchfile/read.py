@@ -1,4 +1,4 @@
-"""Opens a file of torch.save: its value tree, and where each storage's bytes lie. Reads pickles and directories, no tensor data.
+"""Opens a file of torch.save: its value tree, and where each storage's bytes lie. Reads no tensor data.
 
 Source: torch 2.13, torch/serialization.py, load, _load; torch/csrc/jit/serialization/export.cpp for TorchScript.
 """
@@ -6,13 +6,12 @@ Source: torch 2.13, torch/serialization.py, load, _load; torch/csrc/jit/serializ
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ckptctl.core.errors import CkptError, Damaged, Unrecognised, Unsafe, Unsupported
 from ckptctl.formats.pickles import arrays
 from ckptctl.formats.pickles.build import Loaded, load
 from ckptctl.formats.pickles.danger import Finding, unknown
-from ckptctl.formats.pickles.scan import Truncated
 from ckptctl.formats.torchfile.check import check_tree
 from ckptctl.formats.torchfile.legacy import MAGIC, Front, read_legacy
 from ckptctl.formats.torchfile.rebuild import REBUILD, Storages
@@ -20,9 +19,10 @@ from ckptctl.formats.torchfile.sniff import refuse_other, sniff
 from ckptctl.formats.zipdir import ZipDirectory, ZipRecord, read_zip
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from ckptctl.core.values import Global, Storage, Tree
     from ckptctl.formats.bytesource import ByteSource
-    from collections import Counter
 
 Variant = Literal["zip", "legacy", "torchscript", "pickle"]
 
@@ -35,8 +35,8 @@ CALLS = {**REBUILD, **arrays.REBUILD}
 class TorchFile:
     """A file of torch.save. root is its tree, with TensorRef and Storage leaves; storages are those it names, by key.
 
-    start_byte of a storage counts from the start of the reader that the file was opened with. pickle_nbytes are all pickles together.
-    unsupported are tensors that cannot be moved: (path in the tree, why). directory is that of a zip.
+    start_byte of a storage counts from the start of the reader that the file was opened with. pickle_nbytes are those
+    of all pickles. unsupported are tensors that cannot be moved: (path in the tree, why). directory is that of a zip.
     """
 
     path: str
@@ -72,11 +72,11 @@ class TorchFile:
 def open_torch(reader: ByteSource, problems: list[CkptError] | None = None) -> TorchFile:
     """Reads the file's pickles and finds its storages. Never fails for what a pickle names: see TorchFile.unsafe.
 
-    With problems, what is wrong with tensors and storages (missing, of the wrong size, views outside) is put there and the rest is
-    given; otherwise the first of it is raised.
+    With problems, what is wrong with tensors and storages (missing, of the wrong size, views outside) is put there
+    and the rest is given; otherwise the first of it is raised.
 
-    Raises Unrecognised for what is no torch file (saying what it is), Damaged where bytes contradict the pickle, Unsupported for
-    big-endian files, deflated records, tar files.
+    Raises Unrecognised for what is no torch file (saying what it is), Damaged where bytes contradict the pickle,
+    Unsupported for big-endian files, deflated records, tar files.
     """
     head = reader.read(0, min(reader.nbytes, 1024))
     kind = sniff(head)
@@ -131,12 +131,10 @@ def _open_pickle(reader: ByteSource) -> tuple[TorchFile, list[CkptError]]:
     front = Front(reader, PICKLE_LIMIT)
     try:
         found = front.scan(0)
-    except (Truncated, Unsupported):
-        raise
-    except Damaged as err:
+    except CkptError as err:
         if front.data[:1] == b"\x80":
             raise
-        raise refuse_other("unknown", reader.path) from err
+        raise refuse_other("unknown", reader.path) from err  # text, most likely: protocol 0 has no mark of its own
     storages = Storages(reader.path)
     loaded = load(front.data, reader.path, persistent=storages, rebuild=CALLS, finish=arrays.FINISH, scanned=found)
     problems = _trailing(reader.path, loaded.stop, reader.nbytes)
@@ -171,7 +169,7 @@ def _require_stored(reader: ByteSource, record: ZipRecord) -> None:
         raise Unsupported(
             f"{record.name} is compressed",
             where=reader.path,
-            why=f"zip method {record.method}; torch.save stores records as they are, and reads such a file wrongly with mmap",
+            why=f"zip method {record.method}; torch.save only stores, and torch reads such a file wrongly with mmap",
             fix="load it with torch and save it again",
             code="archive-compressed",
         )

@@ -1,27 +1,30 @@
-"""What torch's pickles call, as data: persistent ids into Storage, rebuild functions into TensorRef. No bytes are read here.
+"""What torch's pickles call, as data: persistent ids into Storage, rebuild functions into TensorRef. Reads no bytes.
 
 A call whose arguments are not the plain ones stays a Record; `why_unsupported` says what such a Record is.
-Source: torch 2.13, torch/_utils.py, torch/_tensor.py, torch/serialization.py (persistent_load of _load and _legacy_load).
+Source: torch 2.13, torch/_utils.py, torch/_tensor.py; torch/serialization.py, persistent_load of _load and
+_legacy_load.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
 from ckptctl.core.dtype import BY_NAME, BY_STORAGE, DType
 from ckptctl.core.errors import Damaged
 from ckptctl.core.values import Global, Record, Storage, TensorRef, Tree
 from ckptctl.formats.pickles.nodes import PersistentId, show
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptctl.formats.pickles.calls import Call
     from collections.abc import Mapping
+
+    from ckptctl.formats.pickles.calls import Call
 
 # Storages of quantized tensors: carried as bytes, no dtype that anything else can use.
 _QUANTIZED = {
     f"{name}Storage": DType(lower, bits, storage=f"{name}Storage")
     for name, lower, bits in (
-        ("QInt8", "qint8", 8), ("QUInt8", "quint8", 8), ("QInt32", "qint32", 32), ("QUInt4x2", "quint4x2", 8), ("QUInt2x4", "quint2x4", 8),
+        ("QInt8", "qint8", 8), ("QUInt8", "quint8", 8), ("QInt32", "qint32", 32),
+        ("QUInt4x2", "quint4x2", 8), ("QUInt2x4", "quint2x4", 8),
     )
 }  # fmt: skip
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.tensor.Tensor"})
@@ -41,6 +44,7 @@ class Storages:
         self.views: dict[str, tuple[Storage, int]] = {}
 
     def __call__(self, pid: Tree) -> Tree:
+        """The Storage that a persistent id names; a PersistentId where it is of no kind that torch writes."""
         if not isinstance(pid, tuple) or not pid:
             return PersistentId(pid)
         if (
@@ -111,7 +115,7 @@ def _ints(value: Tree) -> bool:
 
 
 def _tensor(args: tuple[Tree, ...], dtype: DType | None, metadata: Tree) -> Tree:
-    """A TensorRef of (storage, offset, size, stride, requires_grad, hooks); NotImplemented where they are something else."""
+    """A TensorRef of (storage, offset, size, stride, requires_grad, hooks); NotImplemented for anything else."""
     storage, offset, size, stride, grad, hooks = args[:6]
     if not isinstance(storage, Storage) or not isinstance(grad, bool) or not isinstance(hooks, dict) or hooks:
         return NotImplemented
@@ -210,7 +214,7 @@ _WHY = {
 
 
 def why_unsupported(record: Record) -> str:
-    """What a Record is if it is a tensor whose elements cannot be moved; "" for anything else (DTensor and ShardedTensor, too)."""
+    """What a Record is if it is a tensor whose elements cannot be moved; "" for others (DTensor, ShardedTensor)."""
     name = record.cls
     if name in _WHY:
         return _WHY[name]

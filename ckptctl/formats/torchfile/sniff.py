@@ -12,12 +12,13 @@ Kind = Literal[
 ]
 
 _MAGIC: tuple[tuple[bytes, Kind], ...] = (
-    (b"PK\x03\x04", "zip"), (b"version https://git-lfs", "lfs"), (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\x89HDF\r\n", "hdf5"),
+    (b"PK\x03\x04", "zip"), (b"version https://git-lfs", "lfs"), (b"\x1f\x8b", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"), (b"\x89HDF\r\n", "hdf5"),
 )  # fmt: skip
 
 
 def sniff(head: bytes) -> Kind:
-    """The kind of file that begins with head (1 KiB of it, or the whole file). "pickle" may turn out to be none: scan it."""
+    """The kind of file that begins with head (1 KiB, or the whole file). "pickle" may turn out to be none: scan it."""
     if not head:
         return "empty"
     for magic, kind in _MAGIC:
