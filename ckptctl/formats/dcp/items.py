@@ -144,6 +144,11 @@ class LazyTable(Sequence[PieceTable]):
         self._table: PieceTable | None = None
         self._lock = threading.Lock()
 
+    @property
+    def count(self) -> int:
+        """How many pieces there are, without locating them."""
+        return len(self.chunks.offset)
+
     def __len__(self) -> int:
         return 1
 

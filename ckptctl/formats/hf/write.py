@@ -10,7 +10,7 @@ from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.output import OutputFile, Put, Region
 from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
-from ckptctl.formats.hf.index import index_json, shard_names, split
+from ckptctl.formats.hf.index import index_bytes, shard_names, split
 from ckptctl.formats.st.write import safetensors_segments
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 
@@ -32,7 +32,7 @@ def write(content: Content, choices: Choices) -> Written:
                 fix=f"leave it out (--exclude '{name}'), or convert to torch or dcp",
             )
     metadata = {**content.source.metadata, "format": "pt"}
-    shards = split({n: i.nbytes for n, i in weights.items()}, choices.max_shard_nbytes)
+    shards = split([(n, i.nbytes) for n, i in weights.items()], choices.max_shard_nbytes) or [[]]
     files = [
         _file(name, [(n, weights[n]) for n in names], metadata)
         for name, names in zip(shard_names(len(shards)), shards, strict=True)
@@ -42,7 +42,7 @@ def write(content: Content, choices: Choices) -> Written:
         where = {n: f for f, names in zip(shard_names(len(shards)), shards, strict=True) for n in names}
         total = sum(i.nbytes for i in weights.values())
         count = sum(i.tensor.numel for i in weights.values())
-        text = index_json(where, total, count)
+        text = index_bytes(where, total, count)
         files.append(OutputFile("model.safetensors.index.json", lambda: [Put(text)]))
     if not choices.bare:
         files += _config(content, weights, lines)
@@ -52,7 +52,8 @@ def write(content: Content, choices: Choices) -> Written:
 
 def _file(path: str, items: list[tuple[str, Item]], metadata: dict[str, str]) -> OutputFile:
     def segments() -> list[Any]:
-        return safetensors_segments([(n, i.region(), i.tensor.shown) for n, i in items], metadata)
+        shapes = {n: i.tensor.shown for n, i in items}
+        return safetensors_segments([(n, i.region()) for n, i in items], metadata, shapes)
 
     return OutputFile(path, segments)
 
@@ -77,7 +78,7 @@ def _agreeing(facts: Facts, weights: dict[str, Item]) -> tuple[bytes, list[str]]
     for item in weights.values():
         if item.dtype.is_float:
             counts[item.dtype.name] = counts.get(item.dtype.name, 0) + item.nbytes
-    if not counts or any(d.endswith("_config") for d in ()):
+    if not counts:
         return facts.config_text, []
     dtype = max(counts, key=lambda d: counts[d])
     config = dict(facts.config)

@@ -140,6 +140,7 @@ class _Machine(Objects):
         aliases: dict[int, list[int]] = {}  # memo ids of records that may be replaced once they have their state
         # MEMOIZE numbers entries by how many there are: those below dense, and the scattered ones above.
         dense, scattered = 0, set[int]()
+        tail: tuple[Tree, ...]
         waiting = 0  # how many Fresh stand for an object whose state has yet to come
         makers, fresh = self.makers, self.fresh
         u16, u32 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
@@ -253,7 +254,7 @@ class _Machine(Objects):
                     stack.append(str(data[first:stop], "utf-8", "surrogatepass"))
                     at = stop
                 elif op == 0x85:  # TUPLE1
-                    tail: tuple[Tree, ...] = (stack.pop(),)
+                    tail = (stack.pop(),)
                     if (
                         data[at + 1 : at + 6] == _SIZE
                         and not scattered

@@ -20,7 +20,7 @@ from ckptctl.formats.pickles.nodes import NumpyArray, PersistentId, SizeTuple
 
 _BATCH = 1000
 _DONE = object()
-Steps = Generator[Tree, None, None]
+Steps = Generator[Tree, None, Any]
 
 ORDERED_DICT = Global("collections", "OrderedDict")
 _ENCODE = Global("_codecs", "encode")
@@ -206,16 +206,18 @@ class _Writer:
                 yield from pair
             self.out += b"u" if len(batch) > 1 else b"s"
 
-    def _call(self, obj: Tree, func: Tree, args: tuple[Tree, ...]) -> Steps:
-        """Obj as func(*args); True (as the steps' value) where a cycle had written it already."""
+    def _call(self, obj: Tree, func: Tree, args: tuple[Tree, ...], code: bytes = b"R") -> Steps:
+        """Obj as func(*args). The steps' value tells whether a cycle had written all of it already."""
         yield func
         yield args
-        if not self._again(obj, b"00"):
-            self.out += b"R"
-            self._put(obj)
+        if self._again(obj, b"00"):
+            return True
+        self.out += code
+        self._put(obj)
+        return False
 
     def _ordered(self, obj: OrderedPairs) -> Steps:
-        yield from self._call(obj, ORDERED_DICT, ())
+        yield from self._call(obj, ORDERED_DICT, ())  # no arguments, so no cycle through them
         yield from self._pairs(list(obj.items()))
         if obj.attributes is not None:
             yield obj.attributes
@@ -243,16 +245,12 @@ class _Writer:
         self.globals[obj] = self.count - 1
 
     def _record(self, obj: Record) -> Steps:
-        if obj.how == "newobj":
-            yield obj.func
-            yield obj.args
-            if not self._again(obj, b"00"):
-                self.out += b"\x81"
-                self._put(obj)
-        elif obj.how == "newobj_ex":
-            yield from self._call(obj, Global("copyreg", "__newobj_ex__"), (obj.func, obj.args, obj.kwargs))
+        if obj.how == "newobj_ex":
+            head = self._call(obj, Global("copyreg", "__newobj_ex__"), (obj.func, obj.args, obj.kwargs))
         else:
-            yield from self._call(obj, obj.func, obj.args)
+            head = self._call(obj, obj.func, obj.args, b"\x81" if obj.how == "newobj" else b"R")
+        if (yield from head):
+            return
         for first in range(0, len(obj.items), _BATCH):
             batch = obj.items[first : first + _BATCH]
             self.out += b"(" if len(batch) > 1 else b""

@@ -22,11 +22,13 @@ _RANK = {name: rank for rank, name in enumerate(BY_SAFETENSORS)}
 
 
 def safetensors_segments(
-    tensors: Sequence[tuple[str, Region]], metadata: Mapping[str, str] | None = None
+    tensors: Sequence[tuple[str, Region]],
+    metadata: Mapping[str, str] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[Segment]:
     """The segments of one file: its header, then the regions by dtype, the widest first, then by name.
 
-    A region's shape is its size. Raises Unsupported for a dtype that the format does not have, and for a header over
+    A region's shape is its size, but where shapes has another (elements smaller than a byte, moved as bytes). Raises Unsupported for a dtype that the format does not have, and for a header over
     100 MB; ValueError for a name that stands twice, is __metadata__, or is no text that UTF-8 can hold.
     """
     seen: set[str] = set()
@@ -43,7 +45,10 @@ def safetensors_segments(
                 code="dtype-not-in-target",
             )
     ordered = sorted(tensors, key=lambda item: (-_RANK[item[1].dtype.safetensors], item[0].encode()))
-    rows = [(name, region.dtype.safetensors, region.size, region.nbytes) for name, region in ordered]
+    given = shapes or {}
+    rows = [
+        (name, region.dtype.safetensors, given.get(name, region.size), region.nbytes) for name, region in ordered
+    ]
     return [Put(_header(rows, metadata)), *(region for _, region in ordered)]
 
 

@@ -1,0 +1,257 @@
+"""diff: two checkpoints by value, whatever their formats and layouts. Both sides are read once, streaming, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptctl.core.checkpoint import MASTER, WEIGHTS, Checkpoint, is_state, part_of
+from ckptctl.core.errors import Usage
+from ckptctl.core.sizes import parse_size
+from ckptctl.core.tensor import Key, Tensor
+from ckptctl.core.values import Array, Tree
+from ckptctl.names import head_and_embedding, is_tied
+from ckptctl.operations.content import WEIGHT_CHOICES
+from ckptctl.operations.inspecting import plain
+from ckptctl.operations.opening import Reading, open_checkpoint, require_safe, require_tensors
+from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
+
+Document = dict[str, Any]
+_WIDE = {"bfloat16": "float32", "float16": "float32", "float32": "float32", "float64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is compared. weights alone by default."""
+
+    weights: str = "model"
+    optimizer: bool = False
+    state: bool = False
+    ignore_dtype: bool = False
+    only: tuple[str, ...] = ()
+
+
+class State(NamedTuple):
+    """Progress of a comparison, as progress bars take it."""
+
+    done_nbytes: int
+    total_nbytes: int
+
+
+@dataclass
+class _Found:
+    differences: list[Document] = field(default_factory=list)
+    compared: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, kind: str, what: str, detail: str = "") -> None:
+        self.differences.append({"name": name, "kind": kind, "what": what, **({"detail": detail} if detail else {})})
+
+
+def diff(
+    a: Path | str, b: Path | str, what: Comparison | None = None, reading: Reading | None = None, *,
+    memory: str = "512MiB", progress: Callable[[Any], None] | None = None,
+) -> Document:  # fmt: skip
+    """What differs between two checkpoints (schema ckptctl.diff/1): `equal`, and `differences` of name, kind and what.
+
+    Exact: bits are compared, so a NaN equals itself and 0.0 is not -0.0; with ignore_dtype values are widened first, which is exact.
+    """
+    what = what or Comparison()
+    if what.weights not in WEIGHT_CHOICES:
+        raise Usage(f"--weights {what.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
+    sides = [_opened(p, reading) for p in (a, b)]
+    if sides[0].facts.config is None or sides[1].facts.config is None:
+        facts = sides[0].facts if sides[0].facts.config is not None else sides[1].facts
+        sides = [replace(s, facts=facts) for s in sides]
+    budget = parse_size(memory, "--memory")
+    found = _Found()
+    with TensorReader(sides[0], budget // 4) as left, TensorReader(sides[1], budget // 4) as right:
+        _tensors(left, right, what, found, progress)
+        if what.optimizer:
+            _steps(left, right, what, found)
+            _groups(sides[0], sides[1], found)
+    if what.state:
+        _values(sides[0], sides[1], found)
+    return {
+        "schema": "ckptctl.diff/1", "a": {"path": sides[0].root, "format": sides[0].format}, "b": {"path": sides[1].root, "format": sides[1].format},
+        "equal": not found.differences, "compared": dict(found.compared), "differences": found.differences,
+    }  # fmt: skip
+
+
+def _opened(path: Path | str, reading: Reading | None) -> Checkpoint:
+    checkpoint, _ = open_checkpoint(path, reading)
+    require_safe(checkpoint)
+    require_tensors(checkpoint)
+    return checkpoint
+
+
+def _named(checkpoint: Checkpoint, what: Comparison) -> dict[tuple[str, str], Key]:
+    """What one side has, by (name, kind), and which tensor that is. A head that the config ties stands for its embedding where it is absent."""
+    out: dict[tuple[str, str], Key] = {}
+    for key in checkpoint.tensors:
+        if key.kind in WEIGHTS:
+            master = Key(key.name, MASTER)
+            out[key.name, "weight"] = master if what.weights == "master" and master in checkpoint.tensors else key
+        elif what.optimizer and is_state(key) and key.kind not in ("step", "other", "file"):
+            out[key.name, key.kind] = key
+    return {k: v for k, v in out.items() if not what.only or any(fnmatchcase(k[0], g) for g in what.only)}
+
+
+def _tied(checkpoint: Checkpoint, mine: Mapping[tuple[str, str], Key], other: Mapping[tuple[str, str], Key]) -> dict[tuple[str, str], Key]:
+    """The head of a tied model where this side leaves it out and the other does not."""
+    if checkpoint.facts.config is None or not is_tied(checkpoint.facts.config):
+        return {}
+    pair = head_and_embedding(name for name, _ in {**other, **mine})
+    if pair is None or (pair[0], "weight") in mine or (pair[1], "weight") not in mine:
+        return {}
+    return {(pair[0], "weight"): mine[pair[1], "weight"]}
+
+
+def _tensors(left: TensorReader, right: TensorReader, what: Comparison, found: _Found, progress: Callable[[Any], None] | None) -> None:
+    a, b = _named(left.checkpoint, what), _named(right.checkpoint, what)
+    a, b = {**a, **_tied(left.checkpoint, a, b)}, {**b, **_tied(right.checkpoint, b, a)}
+    total = sum(left.checkpoint.tensors[k].nbytes for k in a.values())
+    done = 0
+    for name in [*a, *(n for n in b if n not in a)]:
+        if name not in b or name not in a:
+            found.add(*name, "only-in-a" if name in a else "only-in-b")
+            continue
+        found.compared[name[1]] += 1
+        _tensor(left, a[name], right, b[name], what, name, found)
+        done += left.checkpoint.tensors[a[name]].nbytes
+        if progress is not None:
+            progress(State(done, total))
+
+
+def _tensor(left: TensorReader, a: Key, right: TensorReader, b: Key, what: Comparison, name: tuple[str, str], found: _Found) -> None:
+    x, y = left.checkpoint.tensors[a], right.checkpoint.tensors[b]
+    if x.shown != y.shown:
+        found.add(*name, "shape", f"{x.shown} and {y.shown}")
+        return
+    wide = ""
+    if x.dtype.name != y.dtype.name:
+        if not what.ignore_dtype or x.dtype.name not in _WIDE or y.dtype.name not in _WIDE:
+            found.add(*name, "dtype", f"{x.dtype.name} and {y.dtype.name}")
+            return
+        wide = "float64" if "float64" in (x.dtype.name, y.dtype.name) else "float32"
+    differing, first = 0, ""
+    size = max(x.dtype.itemsize, y.dtype.itemsize)
+    step = max(1, (4 << 20) // size)
+    for start in range(0, x.numel, step):
+        stop = min(x.numel, start + step)
+        got, other = left.run(a, start, stop), right.run(b, start, stop)
+        if wide:
+            got, other = _widened(got, x, wide), _widened(other, y, wide)
+        if np.array_equal(got, other):
+            continue
+        unequal = (got.reshape(stop - start, -1) != other.reshape(stop - start, -1)).any(axis=1)
+        if not differing:
+            first = _first(left, a, right, b, start + int(unequal.argmax()))
+        differing += int(unequal.sum())
+    if differing:
+        found.add(*name, "value", f"{differing} of {x.numel} elements; {first}")
+
+
+def _widened(data: Any, tensor: Tensor, wide: str) -> Any:
+    with np.errstate(invalid="ignore"):  # a signalling NaN is no fault of the comparison
+        return typed(data, tensor).astype(wide).view(np.uint8)
+
+
+def _first(left: TensorReader, a: Key, right: TensorReader, b: Key, element: int) -> str:
+    tensor = left.checkpoint.tensors[a]
+    index = tuple(int(i) for i in np.unravel_index(element, tensor.shape)) if tensor.shape else ()
+    values = [typed(r.run(k, element, element + 1), r.checkpoint.tensors[k])[0] for r, k in ((left, a), (right, b))]
+    return f"the first at {list(index)}: {values[0]} and {values[1]}"
+
+
+def _steps(left: TensorReader, right: TensorReader, what: Comparison, found: _Found) -> None:
+    a, b = (_step_numbers(r) for r in (left, right))
+    for name in [*a, *(n for n in b if n not in a)]:
+        if what.only and not any(fnmatchcase(name, g) for g in what.only):
+            continue
+        if name not in b or name not in a:
+            found.add(name, "step", "only-in-a" if name in a else "only-in-b")
+            continue
+        found.compared["step"] += 1
+        if a[name] != b[name]:
+            found.add(name, "step", "value", f"{a[name]} and {b[name]}")
+
+
+def _step_numbers(reader: TensorReader) -> dict[str, float | None]:
+    checkpoint = reader.checkpoint
+    out = {k.name: scalar(reader, k) for k in checkpoint.tensors if k.kind == "step"}
+    for (name, kind), value in (checkpoint.optimizer.scalars if checkpoint.optimizer else {}).items():
+        if kind == "step":
+            out[name] = as_number(value)
+    return out
+
+
+def _groups(a: Checkpoint, b: Checkpoint, found: _Found) -> None:
+    """Settings by parameter: the number and order of groups may differ between formats, what a parameter trains with may not."""
+    left, right = _settings(a), _settings(b)
+    if not left or not right:
+        if left or right:
+            found.add("param_groups", "group", "only-in-a" if left else "only-in-b")
+        return
+    for name in [*left, *(n for n in right if n not in left)]:
+        if name not in right or name not in left:
+            found.add(name, "group", "only-in-a" if name in left else "only-in-b")
+            continue
+        found.compared["group settings"] += 1
+        x, y = left[name], right[name]
+        unlike = [f"{k}: {x.get(k, 'absent')} and {y.get(k, 'absent')}" for k in sorted({*x, *y}) if not _alike(x.get(k, ...), y.get(k, ...))]
+        if unlike:
+            found.add(name, "group", "value", "; ".join(unlike))
+
+
+def _settings(checkpoint: Checkpoint) -> dict[str, Document]:
+    if checkpoint.optimizer is None:
+        return {}
+    return {name: {k: plain(v) for k, v in g.options.items()} for g in checkpoint.optimizer.groups for name in g.params}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal numbers or texts; a flag is not a number, and NaN equals itself."""
+    if isinstance(a, bool) != isinstance(b, bool):
+        return False
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)
+
+
+def _values(a: Checkpoint, b: Checkpoint, found: _Found) -> None:
+    """Scheduler, counters and random state, leaf by leaf."""
+    left, right = (dict(_leaves({k: v for k, v in c.values.items() if part_of(k) != "other"})) for c in (a, b))
+    for name in [*left, *(n for n in right if n not in left)]:
+        part = part_of(name.split(".")[0])
+        if name not in right or name not in left:
+            found.add(name, part, "only-in-a" if name in left else "only-in-b")
+            continue
+        found.compared[part] += 1
+        if not _alike(left[name], right[name]):
+            found.add(name, part, "value", f"{str(left[name])[:60]} and {str(right[name])[:60]}")
+
+
+def _leaves(tree: Mapping[Any, Tree], prefix: str = "") -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            out += _leaves(value, f"{name}.")
+        else:
+            out.append((name, _comparable(value)))
+    return out
+
+
+def _comparable(value: Tree) -> Any:
+    """A leaf for comparing: arrays by their bytes, whatever library pickled them."""
+    if isinstance(value, Array):
+        return ["array", *value.shape, value.data.hex()]
+    if isinstance(value, (list, tuple)):
+        return [_comparable(v) for v in value]
+    return plain(value)

@@ -1,0 +1,210 @@
+"""convert and reshard: choose, lay out, plan, check, run, report. The same steps for every pair of formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ckptctl import __version__
+from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state
+from ckptctl.core.errors import Unsupported, Usage
+from ckptctl.core.sizes import parse_size
+from ckptctl.core.tensor import Key
+from ckptctl.execute import Budget, Job, Outcome, Progress, run, space
+from ckptctl.formats.target import Choices, Content, Item, Line, Written
+from ckptctl.operations.content import Conversion, check_flags, content_of
+from ckptctl.operations.opening import Reading, open_checkpoint, require_safe, require_tensors
+from ckptctl.operations.ties import require_equal_copies
+from ckptctl.plan.check import Totals, check, require_whole
+from ckptctl.plan.gangs import reread_factor
+from ckptctl.plan.index import SourceIndex
+from ckptctl.plan.planner import EXTENT_NBYTES, Plan
+from ckptctl.plan.steps import Cast
+
+Document = dict[str, Any]
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """How a conversion is run. memory is text such as 512MiB; jobs 0 chooses."""
+
+    dry_run: bool = False
+    plan_out: Path | str | None = None
+    overwrite: bool = False
+    resume: bool = False
+    jobs: int = 0
+    memory: str = "512MiB"
+    report: Path | str | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A conversion that is ready to run."""
+
+    content: Content
+    written: Written
+    plan: Plan
+    totals: Totals
+    job: Job
+    lines: tuple[Line, ...]
+
+
+def convert(
+    src: Path | str, dst: Path | str, wanted: Conversion, reading: Reading | None = None, running: Running | None = None, *, progress: OnProgress | None = None
+) -> Document:
+    """Convert src to another format at dst. Returns the document that `--json` prints (schema ckptctl.convert/1).
+
+    Raises Usage (exit 2), StateNotCarried, MissingFact, Damaged, Unsafe, NoSpace, ... (exit 3); on any of them nothing stands at dst.
+    """
+    check_flags(wanted)
+    running = running or Running()
+    budget = _budget(running)
+    source, evidence = _opened(src, reading)
+    content, lines = content_of(source, wanted)
+    choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), wanted.dp or 1, wanted.index_keys, wanted.bare)
+    if choices.max_shard_nbytes < 1:
+        raise Usage("--max-shard-size must be at least 1 byte")
+    planned = _planned(content, lines, wanted.to, choices, Path(dst), budget, _fingerprint(wanted, reading))
+    document: Document = {"schema": "ckptctl.convert/1", "source": _source(source, evidence.why), "target": {"format": wanted.to, "path": str(dst)}}
+    return _run(planned, document, running, budget, progress)
+
+
+def reshard(
+    src: Path | str, dst: Path | str, reading: Reading | None = None, running: Running | None = None, *,
+    dp: int | None = None, tp: int | None = None, max_shard_size: str | None = None, progress: OnProgress | None = None,
+) -> Document:  # fmt: skip
+    """Write src in its own format under another layout at dst (schema ckptctl.reshard/1). What no flag changes is kept.
+
+    Unsupported for formats without a layout to change; otherwise as convert.
+    """
+    running = running or Running()
+    budget = _budget(running)
+    source, evidence = _opened(src, reading)
+    if source.format not in RESHARDED:
+        raise Unsupported(f"a {source.format} checkpoint has no layout to change", where=source.root, fix="`ckptctl convert` writes it in another format")
+    for flag, value, only in (("--dp", dp, "dcp"), ("--tp", tp, "dcp"), ("--max-shard-size", max_shard_size, "hf")):
+        if value is not None and source.format != only:
+            raise Usage(f"{flag} does not apply to {source.format}", fix=f"leave {flag} out")
+    wanted = Conversion(source.format, dp=dp, tp=tp, max_shard_size=max_shard_size or "5GB")
+    check_flags(wanted)
+    content, lines = content_of(source, wanted)
+    if source.format == "hf":
+        content = replace(content, collapsed=frozenset(a for a in source.ties if a in content.weights))
+    ranks = dp or source.layout.get("world_size") or 1
+    choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), ranks, own_names=source.format == "dcp")
+    planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))
+    document: Document = {"schema": "ckptctl.reshard/1", "source": _source(source, evidence.why), "target": {"format": source.format, "path": str(dst), "layout": {"dp": ranks} if source.format == "dcp" else {}}}
+    return _run(planned, document, running, budget, progress)
+
+
+RESHARDED = ("dcp", "hf")
+"""Formats with a layout that reshard changes."""
+
+
+def _opened(src: Path | str, reading: Reading | None) -> tuple[Checkpoint, Any]:
+    source, evidence = open_checkpoint(src, reading)
+    require_safe(source)
+    require_tensors(source)
+    if source.unsupported:
+        what, why = source.unsupported[0]
+        raise Unsupported(f"{what} cannot be moved", where=source.root, why=why, fix="save it as a plain dense tensor")
+    return source, evidence
+
+
+def _budget(running: Running) -> Budget:
+    memory = parse_size(running.memory, "--memory")
+    if memory < MEMORY_FLOOR:
+        raise Usage(f"--memory {running.memory} is too little", why=f"{memory} bytes", fix="give at least 16MiB")
+    return Budget(memory, running.jobs)
+
+
+MEMORY_FLOOR = 16 << 20
+
+
+def _source(source: Checkpoint, why: str) -> Document:
+    return {"path": source.root, "format": source.format, "variant": source.variant, "recognised": why, "step": source.step}
+
+
+def _fingerprint(wanted: Conversion, reading: Reading | None) -> dict[str, str]:
+    """What a resumed job must have in common with the interrupted one, besides the source's bytes and the plan."""
+    return {"conversion": repr(wanted), "reading": repr(reading or Reading())}
+
+
+def _planned(content: Content, lines: list[Line], to: str, choices: Choices, dst: Path, budget: Budget, fingerprint: dict[str, str]) -> Planned:
+    """Lay out, plan and check. Nothing is written."""
+    source = content.source
+    written: Written = import_module(f"ckptctl.formats.{to}.write").write(content, choices)
+    tensors = {**source.tensors, **written.tensors}
+    sources = (*source.sources, *written.sources)
+    items = [*content.weights.values(), *content.states.values()]
+    index = SourceIndex(tensors, sources)
+    require_whole(index, {i.key for i in items})
+    require_equal_copies(content, index, budget)
+    casts = frozenset(Cast(i.tensor.dtype.name, i.dtype.name) for i in items if i.tensor.dtype.name != i.dtype.name)
+    plan = Plan(written.files, index, casts, _extent_nbytes(budget))
+    totals = check(plan)
+    root = Path(source.root)
+    job = Job(plan, totals, sources, root, dst, written.folder, fingerprint)
+    return Planned(content, written, plan, totals, job, (*lines, *written.lines, *_unused(content, items)))
+
+
+def _extent_nbytes(budget: Budget) -> int:
+    """Extents small enough that several fit the budget with their windows."""
+    return max(1 << 20, min(EXTENT_NBYTES, budget.memory_nbytes // 16))
+
+
+def _unused(content: Content, items: list[Item]) -> Iterator[Line]:
+    """Tensors that nothing above took and that no line names: every source tensor is accounted for."""
+    taken = {i.key for i in items}
+    named = {k for k in content.source.tensors if is_state(k)} | {k for k in content.source.tensors if k.kind in WEIGHTS}
+    other: list[Key] = [k for k in content.source.tensors if k not in taken and k not in named]
+    if other:
+        yield Line("other tensors", "dropped", ", ".join(k.name for k in other[:8]) + ": not part of model or optimizer")
+
+
+def _run(planned: Planned, document: Document, running: Running, budget: Budget, progress: OnProgress | None) -> Document:
+    document["fidelity"] = [{"part": line.part, "fate": line.fate, "detail": line.detail} for line in planned.lines]
+    document["warnings"] = list(planned.content.source.warnings)
+    document["plan"] = _plan_summary(planned, budget)
+    if running.plan_out is not None:
+        _write_plan(Path(running.plan_out), planned.plan)
+    document["dry_run"] = running.dry_run
+    if not running.dry_run:
+        outcome = run(planned.job, budget, resume=running.resume, overwrite=running.overwrite, progress=progress)
+        document["result"] = _result(outcome)
+    if running.report is not None:
+        Path(running.report).write_text(json.dumps(document, indent=2) + "\n")
+    return document
+
+
+def _plan_summary(planned: Planned, budget: Budget) -> Document:
+    totals = planned.totals
+    need, free = space(planned.job)
+    return {
+        "files": len(planned.plan.files), "extents": totals.extents, "read_bytes": totals.read_nbytes, "written_bytes": totals.written_nbytes,
+        "copies": totals.moves, "strided_copies": totals.strided, "shortest_run_bytes": totals.shortest_run, "casts": dict(totals.casts),
+        "reread_factor": round(reread_factor(planned.plan, totals, budget.memory_nbytes // 2), 3), "index_memory_bytes": planned.plan.index.nbytes,
+        "memory_bytes": budget.memory_nbytes, "space_needed_bytes": need, "space_free_bytes": free,
+    }  # fmt: skip
+
+
+def _result(outcome: Outcome) -> Document:
+    return {
+        "seconds": round(outcome.seconds, 3), "written_bytes": outcome.written_nbytes, "read_bytes": outcome.read_nbytes,
+        "resumed_bytes": outcome.resumed_nbytes, "version": __version__,
+    }  # fmt: skip
+
+
+def _write_plan(path: Path, plan: Plan) -> None:
+    """The plan as JSON lines: its files, then every extent with its steps."""
+    with path.open("w") as out:
+        for number, file in enumerate(plan.files):
+            out.write(json.dumps({"file": number, "path": file.path, "nbytes": file.nbytes}) + "\n")
+        for extent in plan.extents():
+            steps = [[type(s).__name__, *(x.hex() if isinstance(x, bytes) else x for x in s)] for s in plan.extent(extent)]
+            out.write(json.dumps({"extent": list(extent), "steps": steps}, default=str) + "\n")

@@ -1,0 +1,141 @@
+"""inspect and ls: what a checkpoint holds, from headers and metadata alone."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state, part_of
+from ckptctl.core.tensor import Key, Tensor
+from ckptctl.core.values import Array, Record, Tree
+from ckptctl.operations.opening import Reading, open_checkpoint, require_tensors
+
+Document = dict[str, Any]
+AXES = ("tp", "pp", "vpp", "ep", "dp", "zero_stage", "world_size")
+
+
+def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool = False) -> Document:
+    """What a checkpoint holds (schema ckptctl.inspect/1). Reads headers only; a global that would run code is reported, not an error."""
+    checkpoint, evidence = open_checkpoint(path, reading)
+    if not checkpoint.unsafe:
+        require_tensors(checkpoint)
+    resumable, why = _resumable(checkpoint)
+    document: Document = {
+        "schema": "ckptctl.inspect/1", "path": checkpoint.root, "format": checkpoint.format, "variant": checkpoint.variant, "recognised": evidence.why,
+        "layout": {axis: checkpoint.layout.get(axis) for axis in AXES}, "step": checkpoint.step, "family": checkpoint.facts.family,
+        "kinds": _kinds(checkpoint), "state": _state(checkpoint), "groups": _groups(checkpoint), "ties": dict(checkpoint.ties), "frozen": _frozen(checkpoint),
+        "resumable": resumable, "why": why, "quantized": checkpoint.quantized, "config": checkpoint.facts.origin,
+        "unsafe": [{"file": u.file, "global": u.name, "why": u.why} for u in checkpoint.unsafe], "unknown_globals": list(checkpoint.unknown_globals),
+        "unsupported": [{"what": w, "why": y} for w, y in checkpoint.unsupported], "warnings": list(checkpoint.warnings),
+        "files": [{"path": f.path, "bytes": f.nbytes, "role": f.role} for f in checkpoint.files],
+    }  # fmt: skip
+    if tensors:
+        document["tensors"] = [described(k, t) for k, t in checkpoint.tensors.items()]
+    return document
+
+
+def ls(path: Path | str, pattern: str = "*", reading: Reading | None = None, *, kinds: tuple[str, ...] = ()) -> Document:
+    """The tensors whose names match (schema ckptctl.ls/1)."""
+    checkpoint, _ = open_checkpoint(path, reading)
+    require_tensors(checkpoint)
+    found = [described(k, t) for k, t in checkpoint.tensors.items() if fnmatchcase(k.name, pattern) and (not kinds or k.kind in kinds)]
+    return {"schema": "ckptctl.ls/1", "path": checkpoint.root, "format": checkpoint.format, "tensors": found}
+
+
+def described(key: Key, tensor: Tensor) -> Document:
+    """One tensor as `--json` shows it. pieces counts the places that hold it; nothing is located for that."""
+    pieces = getattr(tensor.pieces, "count", None)
+    number = pieces if isinstance(pieces, int) else sum(map(len, tensor.pieces))
+    return {"name": key.name, "kind": key.kind, "dtype": tensor.dtype.name, "shape": list(tensor.shown), "bytes": tensor.nbytes, "pieces": number}
+
+
+def _kinds(checkpoint: Checkpoint) -> Document:
+    out: Document = {}
+    for key, tensor in checkpoint.tensors.items():
+        row = out.setdefault(key.kind, {"tensors": 0, "numel": 0, "bytes": 0, "dtypes": []})
+        row["tensors"] += 1
+        if key.kind in WEIGHTS and key.name in checkpoint.ties:
+            continue  # an alias has its owner's elements
+        row["numel"] += tensor.numel
+        row["bytes"] += tensor.nbytes
+        if tensor.dtype.name not in row["dtypes"]:
+            row["dtypes"].append(tensor.dtype.name)
+    return out
+
+
+def _state(checkpoint: Checkpoint) -> dict[str, str]:
+    """Each part of a training state: present, partial or absent."""
+    weights = {k.name for k in checkpoint.tensors if k.kind in WEIGHTS and k.name not in checkpoint.ties}
+    parts = {part_of(name) for name in checkpoint.values}
+    by_kind: dict[str, set[str]] = {}
+    for key in checkpoint.tensors:
+        if is_state(key):
+            by_kind.setdefault(key.kind, set()).add(key.name)
+    moments = set().union(*(names for kind, names in by_kind.items() if kind not in ("master", "step", "ema", "other")), set())
+    steps = by_kind.get("step", set()) | {n for n, kind in (checkpoint.optimizer.scalars if checkpoint.optimizer else {}) if kind == "step"}
+    groups = bool(checkpoint.optimizer and checkpoint.optimizer.groups)
+
+    def share(names: set[str]) -> str:
+        return "absent" if not names else "present" if names >= weights else "partial"
+
+    return {
+        "weights": share(weights), "masters": share(by_kind.get("master", set())), "moments": share(moments), "steps": share(steps),
+        "groups": "present" if groups else "absent", **{p: "present" if p in parts else "absent" for p in ("scheduler", "rng", "counters")},
+    }  # fmt: skip
+
+
+def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:
+    """Whether a run can go on from it, and why (not)."""
+    if checkpoint.unsafe:
+        return False, "a pickle in it would run code"
+    state = _state(checkpoint)
+    lacking = [p for p in ("weights", "moments", "groups") if state[p] == "absent"]
+    if lacking:
+        return False, f"no {', no '.join(lacking)}"
+    missing = [p for p in ("scheduler", "rng", "counters") if state[p] == "absent"]
+    return True, "weights, moments and groups are there" + (f"; without {', '.join(missing)}" if missing else "")
+
+
+def _groups(checkpoint: Checkpoint) -> list[Document]:
+    if checkpoint.optimizer is None:
+        return []
+    return [{"parameters": len(g.params), "settings": {k: plain(v) for k, v in g.options.items()}} for g in checkpoint.optimizer.groups]
+
+
+def _frozen(checkpoint: Checkpoint) -> list[str]:
+    """Weights without state, where the others have some."""
+    updated = {k.name for k in checkpoint.tensors if is_state(k) and k.kind not in ("master", "ema", "other")}
+    if not updated:
+        return []
+    return [k.name for k in checkpoint.tensors if k.kind in WEIGHTS and k.name not in updated and k.name not in checkpoint.ties]
+
+
+def plain(tree: Tree, depth: int = 0) -> Any:
+    """A value tree as JSON data, for showing: what JSON has no word for becomes text."""
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    if isinstance(tree, Array):
+        return _array(tree)
+    if depth > 40:
+        return "..."
+    if isinstance(tree, dict):
+        return {str(k): plain(v, depth + 1) for k, v in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [plain(v, depth + 1) for v in tree]
+    if isinstance(tree, (set, frozenset)):
+        return sorted((plain(v, depth + 1) for v in tree), key=repr)
+    if isinstance(tree, Record):
+        return f"<{tree.cls or 'object'}>"
+    return f"<{len(tree)} bytes>" if isinstance(tree, (bytes, bytearray)) else str(tree)
+
+
+def _array(value: Array) -> Any:
+    import numpy as np
+
+    from ckptctl.core.dtype import BY_NAME
+
+    if len(value.data) > 64:
+        return f"<{value.dtype} array of shape {tuple(value.shape)}>"
+    dtype = BY_NAME[value.dtype].numpy if value.dtype in BY_NAME else np.dtype(value.dtype)
+    return np.frombuffer(value.data, dtype).astype(object).reshape(value.shape).tolist()

@@ -1,0 +1,31 @@
+"""A progress bar on stderr: bytes, rate, time left, peak memory. Only on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def progress(*, enabled: bool) -> Iterator[Callable[[Any], None] | None]:
+    """Gives a function to be called with every Progress, or None where there is nobody to see it."""
+    if not enabled or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[memory]}"), console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("writing", total=None, memory="")
+
+        def update(state: Any) -> None:
+            memory = f"peak {state.peak_rss >> 20} MiB" if getattr(state, "peak_rss", 0) else ""
+            bar.update(task, total=state.total_nbytes, completed=state.done_nbytes, memory=memory)
+
+        yield update

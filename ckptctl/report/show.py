@@ -1,0 +1,26 @@
+"""One result on stdout: as one JSON document, or as text for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from ckptctl.report import text
+
+RENDERERS = {
+    "ckptctl.inspect": text.inspect,
+    "ckptctl.ls": text.ls,
+    "ckptctl.show": text.show_tensor,
+    "ckptctl.convert": text.convert,
+    "ckptctl.reshard": text.convert,
+    "ckptctl.diff": text.diff,
+}
+
+
+def show(document: dict[str, Any], *, as_json: bool, quiet: bool = False, verbose: bool = False) -> None:
+    """Print a result. JSON is printed whatever quiet says: it was asked for."""
+    if as_json:
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
+    elif not quiet:
+        RENDERERS[document["schema"].split("/")[0]](document, verbose)

@@ -1,0 +1,162 @@
+"""Results as text: tables on a terminal, plain lines in a pipe. Takes the documents that `--json` prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ckptctl.core.errors import CkptError
+
+Document = dict[str, Any]
+
+
+def nbytes(n: int | None) -> str:
+    """Bytes as people read them: 1.5 MiB."""
+    if n is None:
+        return "?"
+    value = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return str(n)
+
+
+def show_error(error: CkptError, *, as_json: bool, command: str) -> None:
+    """An error: what, where, why and what to do, on stderr; with as_json the document too, on stdout."""
+    if as_json:
+        document = {"schema": f"ckptctl.{command or 'error'}/1", "error": {"exit_code": error.exit_code, **error.as_dict()}}
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    lines = [f"error[{error.code}]: {_clean(error.what)}"]
+    lines += [f"  {label:<5}  {_clean(value)}" for label, value in (("where", error.where), ("why", error.why), ("fix", error.fix)) if value]
+    sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _clean(value: str) -> str:
+    """Text of a file on one line without control characters: a name in a hostile file must not drive the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in value.replace("\n", " "))
+
+
+def _table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
+    """A table: columns are (title, "left" or "right")."""
+    cells = [[_clean(str(c)) for c in row] for row in rows]
+    if not sys.stdout.isatty():
+        widths = [max([len(title), *(len(r[i]) for r in cells)]) for i, (title, _) in enumerate(columns)]
+        for row in [[t for t, _ in columns], *cells]:
+            line = "  ".join(c.rjust(w) if columns[i][1] == "right" else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            sys.stdout.write(line.rstrip() + "\n")
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title, side in columns:
+        table.add_column(title, justify="right" if side == "right" else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def _pairs(pairs: Sequence[tuple[str, Any]]) -> None:
+    width = max(len(k) for k, _ in pairs)
+    for key, value in pairs:
+        sys.stdout.write(f"{key:<{width}}  {_clean(str(value))}\n")
+
+
+def inspect(d: Document, verbose: bool = False) -> None:
+    """The text of `inspect`."""
+    layout = ", ".join(f"{k} {v}" for k, v in d["layout"].items() if v)
+    _pairs(
+        [
+            ("format", d["format"] + (f" ({d['variant']})" if d["variant"] else "")), ("recognised", d["recognised"]), ("path", d["path"]),
+            ("layout", layout or "one place"), ("step", "-" if d["step"] is None else d["step"]), ("model", d["family"] or "not said (no config)"),
+            ("size", f"{nbytes(sum(f['bytes'] for f in d['files']))} in {len(d['files'])} files"),
+            ("resumable", ("yes" if d["resumable"] else "no") + f": {d['why']}"),
+        ]
+    )  # fmt: skip
+    sys.stdout.write("\n")
+    rows = [(k, v["tensors"], f"{v['numel']:,}", nbytes(v["bytes"]), ", ".join(v["dtypes"])) for k, v in d["kinds"].items()]
+    _table((("kind", "left"), ("tensors", "right"), ("elements", "right"), ("size", "right"), ("types", "left")), rows)
+    sys.stdout.write("\n")
+    _table((("training state", "left"), ("", "left")), list(d["state"].items()))
+    if d["groups"]:
+        sys.stdout.write("\n")
+        _table((("group", "right"), ("parameters", "right"), ("settings", "left")), [(i, g["parameters"], ", ".join(f"{k} {v}" for k, v in g["settings"].items())) for i, g in enumerate(d["groups"])])
+    for alias, owner in d["ties"].items():
+        sys.stdout.write(f"tied: {_clean(alias)} is {_clean(owner)}\n")
+    for u in d["unsafe"]:
+        sys.stdout.write(f"UNSAFE: {_clean(u['file'])} names {_clean(u['global'])}: {_clean(u['why'])}\n")
+    for w in d["warnings"]:
+        sys.stderr.write(f"warning: {_clean(w)}\n")
+    if "tensors" in d:
+        sys.stdout.write("\n")
+        _tensors(d["tensors"])
+
+
+def _tensors(tensors: Sequence[Document]) -> None:
+    rows = [(t["name"], t["kind"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", nbytes(t["bytes"]), t["pieces"]) for t in tensors]
+    _table((("name", "left"), ("kind", "left"), ("type", "left"), ("shape", "left"), ("size", "right"), ("pieces", "right")), rows)
+
+
+def ls(d: Document, verbose: bool = False) -> None:
+    """The text of `ls`."""
+    _tensors(d["tensors"])
+    total = sum(t["bytes"] for t in d["tensors"])
+    sys.stdout.write(f"{len(d['tensors'])} tensors, {nbytes(total)}\n")
+
+
+def show_tensor(d: Document, verbose: bool = False) -> None:
+    """The text of `show`."""
+    if "value" in d:
+        sys.stdout.write(json.dumps(d["value"], indent=2, ensure_ascii=False, default=str) + "\n")
+        return
+    _pairs([("name", d["name"]), ("kind", d["kind"]), ("type", d["dtype"]), ("shape", d["shape"]), *([("slice", d["slice"])] if d["slice"] else [])])
+    if d.get("stats"):
+        sys.stdout.write("\n")
+        _pairs(list(d["stats"].items()))
+    if d.get("npy"):
+        sys.stdout.write(f"written to {d['npy']}\n")
+    elif "text" in d:
+        sys.stdout.write("\n" + d["text"] + "\n")
+
+
+def convert(d: Document, verbose: bool = False) -> None:
+    """The text of `convert` and `reshard`: the fidelity report, then what was done, or would be."""
+    plan = d["plan"]
+    _table((("part", "left"), ("fate", "left"), ("detail", "left")), [(line["part"], line["fate"], line["detail"]) for line in d["fidelity"]])
+    for w in d["warnings"]:
+        sys.stderr.write(f"warning: {_clean(w)}\n")
+    sys.stdout.write("\n")
+    if d["dry_run"] or verbose:
+        casts = ", ".join(f"{k}: {n:,} elements" for k, n in plan["casts"].items()) or "none"
+        _pairs(
+            [
+                ("would read" if d["dry_run"] else "read", nbytes(plan["read_bytes"])),
+                ("would write" if d["dry_run"] else "wrote", f"{nbytes(plan['written_bytes'])} in {plan['files']} files"),
+                ("copies", f"{plan['copies']:,} ({plan['strided_copies']:,} strided; shortest run {plan['shortest_run_bytes']} bytes; source read {plan['reread_factor']} times)"),
+                ("casts", casts), ("memory", f"at most {nbytes(plan['memory_bytes'])} for data; index {nbytes(plan['index_memory_bytes'])}"),
+                ("disk", f"{nbytes(plan['space_needed_bytes'])} needed, {nbytes(plan['space_free_bytes'])} free"),
+            ]
+        )  # fmt: skip
+    if d["dry_run"]:
+        sys.stdout.write("nothing was written (--dry-run)\n")
+        return
+    result = d["result"]
+    rate = result["written_bytes"] / max(result["seconds"], 1e-9)
+    resumed = f", {nbytes(result['resumed_bytes'])} of it before" if result["resumed_bytes"] else ""
+    sys.stdout.write(f"wrote {nbytes(plan['written_bytes'])}{resumed} to {d['target']['path']} in {result['seconds']:.1f} s ({nbytes(int(rate))}/s)\n")
+
+
+def diff(d: Document, verbose: bool = False) -> None:
+    """The text of `diff`."""
+    if d["differences"]:
+        rows = [(x["name"], x["kind"], x["what"], x.get("detail", "")) for x in d["differences"]]
+        _table((("name", "left"), ("kind", "left"), ("differs in", "left"), ("", "left")), rows)
+        sys.stdout.write("\n")
+    compared = ", ".join(f"{n} {k}" for k, n in d["compared"].items()) or "nothing"
+    verdict = "equal" if d["equal"] else f"different: {len(d['differences'])} of them"
+    sys.stdout.write(f"{verdict} (compared: {compared})\n")
