@@ -25,7 +25,7 @@ _INTS = re.compile(
 )
 _INT = re.compile(rb"[0-9]++")
 _BLOCK = 1 << 20
-_SKIP_LIMIT = 1 << 22
+_SKIP_LIMIT = 1 << 20
 """Bytes of values that nobody asked for; more is no header or index, and would take minutes to check."""
 
 
@@ -106,11 +106,12 @@ class Scan:
     def skip(self, p: int) -> int:
         """Past the value at p, whatever it is.
 
-        Damaged with code bad-entry where it is nested over 128 deep, or all that was skipped is over 4 MiB.
+        Damaged with code bad-entry where it is nested over 128 deep, or all that was skipped is over 1 MiB.
         """
         closers = bytearray()
         while True:
-            first, p = p, self.space(p)
+            first = p
+            p = self.space(p)
             c = self.byte(p)
             if c in (b"{", b"["):
                 closers += b"}" if c == b"{" else b"]"
@@ -129,7 +130,7 @@ class Scan:
                 if found is None:
                     self.fail(p, "a value is wanted")
                 p = found.end()
-            self.skipped += p - first
+            self.skipped += p - first + 1
             if self.skipped > _SKIP_LIMIT:
                 self._odd(p, f"{self.noun} holds over {_SKIP_LIMIT:,} bytes that have no meaning in it")
             while closers:

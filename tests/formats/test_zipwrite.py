@@ -1,7 +1,7 @@
 """torch_zip against files that torch wrote, Python's zipfile, and torch itself."""
 
 import io
-import os
+import itertools
 import random
 import struct
 import zipfile
@@ -26,7 +26,7 @@ def region(name, data):
 
 
 def written(segments, data, *, base_index=0, crcs=None):
-    """The file that segments make: data has the bytes of each region by its key's name. Extents in random order, checksums by zlib."""
+    """The file that segments make: extents in random order, checksums by zlib. data has regions' bytes by key."""
     crcs = {} if crcs is None else crcs
     parts = [b""] * len(segments)
     order = [i for i, s in enumerate(segments) if not isinstance(s, Late)]
@@ -90,7 +90,7 @@ def test_items_of_a_real_distcp_are_written_again_byte_for_byte():
         starts.append(stop + 22)
     assert starts[-1] == len(raw)
     assert len(starts) > 20
-    for start, stop in zip(starts, starts[1:], strict=False):
+    for start, stop in itertools.pairwise(starts):
         with FileBytes(path, start, stop) as item:
             front = first_records(item.read(0, min(2048, item.nbytes)), base=start)
             directory = read_zip(item)
@@ -172,7 +172,7 @@ class Sparse:
 
 
 def test_more_than_four_gib_as_torch_writes_it():
-    # Seen in a file that torch 2.13.0 wrote with skip_data(materialize_fake_tensors=True): records of 5, 2**32 + 5, 7 and 0 bytes.
+    # As in a file that torch 2.13.0 wrote with skip_data(materialize_fake_tensors=True).
     n = 2**32 + 5
     big = Region(Key("w"), U8, (n,), (0,), (n,))
     records = [
@@ -233,4 +233,4 @@ def test_torch_reads_it_and_would_have_written_the_same(tmp_path):
         assert all(torch.equal(loaded[k], v) for k, v in state.items())
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
-    assert os.path.getsize(out) == len(raw)
+    assert out.stat().st_size == len(raw)

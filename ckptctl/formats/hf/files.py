@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.errors import CkptError, Damaged, MissingFile, Unrecognised, Unsafe
+from ckptctl.core.errors import CkptError, Damaged, MissingFact, MissingFile, Unrecognised, Unsafe
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf.config import CONFIG, read_config
 from ckptctl.formats.hf.index import Index, read_index, why_outside
@@ -80,8 +80,14 @@ class HfFolder:
     warnings: tuple[CkptError, ...]
 
     def require_files(self) -> WeightSet:
-        """The chosen set. Raises Unrecognised where there is none, MissingFile where one of its files is not there."""
+        """The chosen set.
+
+        Raises Unrecognised where there is none, MissingFact where there are several, MissingFile where a file is gone.
+        """
         chosen = self.chosen
+        for problem in self.warnings:
+            if isinstance(problem, MissingFact):
+                raise problem
         if chosen is None:
             what = "the folder holds no weights that Transformers would load"
             raise Unrecognised(
@@ -108,7 +114,7 @@ class HfFolder:
 
 
 def scan_folder(path: Path, *, variant: str | None = None) -> HfFolder:
-    """What is in a folder. variant asks for that one (fp16, ...); None takes the plain files, else the first variant.
+    """What is in a folder. variant asks for that one (fp16, ...); None takes the plain files, else the only variant.
 
     Raises Damaged, Unsafe or Unsupported for an index or a config.json that cannot be used, Unrecognised where path
     is no folder.
@@ -124,7 +130,7 @@ def scan_folder(path: Path, *, variant: str | None = None) -> HfFolder:
     dcp = tuple(n for n in names if _DCP_SHARD.fullmatch(n))
     sets = _explicit(path, config, indexes) + _standard(path, names, indexes, variant)
     adapter = next((n for n in _ADAPTER_WEIGHTS if n in names), "") if ADAPTER_CONFIG in names else ""
-    if not sets and not dcp:
+    if not sets and not dcp and variant is None:
         sets = _unnamed(names, adapter)
     for a, b in itertools.pairwise(sets):
         if a.suffix == b.suffix and a.variant == b.variant and a.why != "config.json":
@@ -134,10 +140,12 @@ def scan_folder(path: Path, *, variant: str | None = None) -> HfFolder:
                 problem = _two(path, "two sets of weights lie side by side", f"{err.where}: {err.what}")
             warnings += [problem] if problem else []
     variants = sorted({s.variant for s in sets})
-    if variant is None and len(variants) > 1 and variants[0]:
-        what = f"the folder holds the variants {', '.join(variants)} and no plain weights"
-        warnings.append(Damaged(what, where=str(path), fix="name the variant", code="several-variants"))
     chosen = sets[0] if sets else None
+    if len(variants) > 1 and variants[0]:
+        what = f"the folder holds the variants {', '.join(variants)} and no plain weights"
+        why, fix = "nothing says which one is meant", "give a folder with one of them"
+        warnings.append(MissingFact(what, where=str(path), why=why, fix=fix, code="several-variants"))
+        chosen = None
     for index in indexes.values():
         warnings += index.warnings
     used = {f for s in sets for f in s.files} | set(dcp) | {adapter}

@@ -28,8 +28,8 @@ def safetensors_segments(
 ) -> list[Segment]:
     """The segments of one file: its header, then the regions by dtype, the widest first, then by name.
 
-    A region's shape is its size, but where shapes has another (elements smaller than a byte, moved as bytes). Raises Unsupported for a dtype that the format does not have, and for a header over
-    100 MB; ValueError for a name that stands twice, is __metadata__, or is no text that UTF-8 can hold.
+    A region's shape is its size, but where shapes has another (elements smaller than a byte, moved as bytes).
+    Raises Unsupported for a dtype that the format does not have, and for a header over 100 MB; ValueError for a name that stands twice, is __metadata__, or is no text that UTF-8 can hold.
     """
     seen: set[str] = set()
     for name, region in tensors:
@@ -46,9 +46,7 @@ def safetensors_segments(
             )
     ordered = sorted(tensors, key=lambda item: (-_RANK[item[1].dtype.safetensors], item[0].encode()))
     given = shapes or {}
-    rows = [
-        (name, region.dtype.safetensors, given.get(name, region.size), region.nbytes) for name, region in ordered
-    ]
+    rows = [(name, region.dtype.safetensors, given.get(name, region.size), region.nbytes) for name, region in ordered]
     return [Put(_header(rows, metadata)), *(region for _, region in ordered)]
 
 
