@@ -29,7 +29,8 @@ def safetensors_segments(
     """The segments of one file: its header, then the regions by dtype, the widest first, then by name.
 
     A region's shape is its size, but where shapes has another (elements smaller than a byte, moved as bytes).
-    Raises Unsupported for a dtype that the format does not have, and for a header over 100 MB; ValueError for a name that stands twice, is __metadata__, or is no text that UTF-8 can hold.
+    Raises Unsupported for a dtype that the format does not have, and for a header over 100 MB; ValueError for a
+    name that stands twice, is __metadata__, or is no text that UTF-8 can hold.
     """
     seen: set[str] = set()
     for name, region in tensors:
