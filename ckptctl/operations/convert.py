@@ -14,7 +14,7 @@ from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state
 from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import Key
-from ckptctl.execute import Budget, Job, Outcome, Progress, run, space
+from ckptctl.execute import Budget, Job, Outcome, Progress, gang_nbytes, run, space
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
 from ckptctl.operations.opening import Reading, open_checkpoint, require_safe, require_tensors
@@ -188,7 +188,7 @@ def _plan_summary(planned: Planned, budget: Budget) -> Document:
     return {
         "files": len(planned.plan.files), "extents": totals.extents, "read_bytes": totals.read_nbytes, "written_bytes": totals.written_nbytes,
         "copies": totals.moves, "strided_copies": totals.strided, "shortest_run_bytes": totals.shortest_run, "casts": dict(totals.casts),
-        "reread_factor": round(reread_factor(planned.plan, totals, budget.memory_nbytes // 2), 3), "index_memory_bytes": planned.plan.index.nbytes,
+        "reread_factor": round(reread_factor(planned.plan, totals, gang_nbytes(budget, planned.plan, planned.job.sources)), 3), "index_memory_bytes": planned.plan.index.nbytes,
         "memory_bytes": budget.memory_nbytes, "space_needed_bytes": need, "space_free_bytes": free,
     }  # fmt: skip
 

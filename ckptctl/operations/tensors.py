@@ -16,7 +16,7 @@ from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.output import Region
 from ckptctl.core.tensor import Key, Tensor
 from ckptctl.core.values import Array, Tree
-from ckptctl.execute import Reader
+from ckptctl.execute.reader import Reader
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
 
@@ -46,10 +46,9 @@ class TensorReader:
         return self._region(Region(key, tensor.dtype, (tensor.numel,), (start,), (stop - start,)))
 
     def _region(self, region: Region) -> Bytes:
-        out = np.empty(region.nbytes, np.uint8)
-        if region.nbytes:
-            self._reader.fill(self._plan.region(region, 0, 0, region.nbytes), memoryview(out))  # type: ignore[arg-type]
-        return out
+        if not region.nbytes:
+            return np.empty(0, np.uint8)
+        return self._reader.read(self._plan.region(region, 0, 0, region.nbytes), region.nbytes)
 
     def chunks(self, key: Key, nbytes: int = CHUNK_NBYTES) -> Iterator[tuple[int, Bytes]]:
         """(first element, bytes) of the whole tensor in order, about nbytes at a time."""

@@ -25,7 +25,8 @@ def progress(*, enabled: bool) -> Iterator[Callable[[Any], None] | None]:
         task = bar.add_task("writing", total=None, memory="")
 
         def update(state: Any) -> None:
-            memory = f"peak {state.peak_rss >> 20} MiB" if getattr(state, "peak_rss", 0) else ""
+            peak = getattr(state, "peak_rss_nbytes", 0)
+            memory = f"peak {peak >> 20} MiB" if peak else ""
             bar.update(task, total=state.total_nbytes, completed=state.done_nbytes, memory=memory)
 
         yield update

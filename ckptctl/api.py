@@ -1,0 +1,212 @@
+"""The Python API: a checkpoint as a lazy mapping of names to tensors, and the commands as functions.
+
+Everything here raises `CkptError` (see `core.errors`), whose what, where, why and fix are those that the command line prints.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckptctl import operations
+from ckptctl.core.checkpoint import WEIGHTS, Checkpoint
+from ckptctl.core.errors import Unsupported
+from ckptctl.core.tensor import Key
+from ckptctl.operations.opening import require_safe
+from ckptctl.operations.showing import selected, statistics
+from ckptctl.operations.tensors import TensorReader
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_ROWS_SHOWN = 100
+
+
+class TensorHandle:
+    """One tensor of an open checkpoint. Nothing is read before numpy() or an index asks for it."""
+
+    def __init__(self, view: CheckpointView, key: Key) -> None:
+        self._view, self._key = view, key
+        self._tensor = view.checkpoint.tensors[key]
+
+    @property
+    def name(self) -> str:
+        """Its name, as the source's model has it."""
+        return self._key.name
+
+    @property
+    def kind(self) -> str:
+        """weight, exp_avg, exp_avg_sq, step, ..."""
+        return self._key.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self._tensor.shown
+
+    @property
+    def dtype(self) -> str:
+        """Its element type by torch's name: float32, bfloat16, ..."""
+        return self._tensor.dtype.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self._tensor.nbytes
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """All of it as a NumPy array, in its own type (ml_dtypes' for bfloat16 and float8); bytes for types smaller than a byte."""
+        return self._view._reader_of(self._key).array(self._key)  # noqa: SLF001
+
+    def __getitem__(self, index: object) -> npt.NDArray[Any]:
+        """A basic NumPy index: integers, slices, `...`. Reads only what it needs. IndexError as NumPy raises it."""
+        return selected(self._view._reader_of(self._key), self._key, index)  # noqa: SLF001
+
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a tensor without axes")
+        return self.shape[0]
+
+    def statistics(self) -> dict[str, Any]:
+        """Minimum, maximum, mean, norm, and how many elements are NaN, infinite or zero; reads it once in bounded memory."""
+        return statistics(self._view._reader_of(self._key), self._key)  # noqa: SLF001
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.name}: {self.dtype} {self.shape}>"
+
+
+class CheckpointView(Mapping[str, TensorHandle]):
+    """A checkpoint as a mapping from weights' names to handles. Use as a context, or close it."""
+
+    def __init__(self, checkpoint: Checkpoint, memory_nbytes: int = 256 << 20) -> None:
+        self.checkpoint = checkpoint
+        self._names = {k.name: k for k in checkpoint.tensors if k.kind in WEIGHTS}
+        self._reader = TensorReader(checkpoint, memory_nbytes)
+
+    def _reader_of(self, key: Key) -> TensorReader:
+        why = self.checkpoint.tensors[key].why_unsupported
+        if why:
+            raise Unsupported(f"{key.name} cannot be read", why=why)
+        return self._reader
+
+    def __getitem__(self, name: str) -> TensorHandle:
+        return TensorHandle(self, self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def format(self) -> str:
+        """hf, torch, dcp."""
+        return self.checkpoint.format
+
+    @property
+    def step(self) -> int | None:
+        """The training step, None where the checkpoint does not say."""
+        return self.checkpoint.step
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of tensors that are there."""
+        return self.checkpoint.kinds
+
+    @property
+    def values(self) -> Any:  # type: ignore[override]
+        """The training state that is no tensor, by name (scheduler, rng, step, ...), as plain data and inert records."""
+        return dict(self.checkpoint.values)
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The model's config.json as data, None where there is none."""
+        return self.checkpoint.facts.config
+
+    def state(self, name: str, kind: str) -> TensorHandle:
+        """One of a parameter's states: master, exp_avg, exp_avg_sq, step, ... KeyError where it is not there."""
+        key = Key(name, kind)
+        if key not in self.checkpoint.tensors:
+            raise KeyError((name, kind))
+        return TensorHandle(self, key)
+
+    def tensors(self) -> Iterator[TensorHandle]:
+        """Every tensor of every kind."""
+        return (TensorHandle(self, k) for k in self.checkpoint.tensors)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+    def __enter__(self) -> CheckpointView:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<checkpoint {self.checkpoint.root}: {self.format}, {len(self)} weights, kinds {', '.join(self.kinds)}, step {self.step}>"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: the first tensors, and how many there are."""
+        keys = list(self.checkpoint.tensors)[:_ROWS_SHOWN]
+        rows = []
+        for key in keys:
+            t = self.checkpoint.tensors[key]
+            cells = (key.name, key.kind, t.dtype.name, " x ".join(map(str, t.shown)) or "scalar", f"{t.nbytes:,}")
+            rows.append("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
+        head = "".join(f"<th>{h}</th>" for h in ("name", "kind", "type", "shape", "bytes"))
+        left = len(self.checkpoint.tensors) - len(keys)
+        more = f"<p>and {left:,} more</p>" if left else ""
+        return f"<p>{html.escape(repr(self)[1:-1])}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{more}"
+
+
+def open(  # noqa: A001 - the name that users expect: ckptctl.open
+    path: str | Path, *, model_config: str | Path | None = None, format: str | None = None, step: str | None = None, param_order: str | Path | None = None,  # noqa: A002
+) -> CheckpointView:  # fmt: skip
+    """Open a checkpoint of any format that is read. Reads headers only; Unsafe where a pickle in it would run code."""
+    checkpoint, _ = operations.open_checkpoint(path, operations.Reading(model_config, format, step, param_order))
+    require_safe(checkpoint)
+    return CheckpointView(checkpoint)
+
+
+def inspect(path: str | Path, *, model_config: str | Path | None = None, tensors: bool = False) -> dict[str, Any]:
+    """What `ckptctl inspect --json` prints."""
+    return operations.inspect(path, operations.Reading(model_config), tensors=tensors)
+
+
+def convert(
+    src: str | Path, dst: str | Path, *, to: str, model_config: str | Path | None = None, param_order: str | Path | None = None,
+    memory: str = "512MiB", jobs: int = 0, overwrite: bool = False, resume: bool = False, dry_run: bool = False,
+    progress: Callable[[Any], None] | None = None, **flags: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What `ckptctl convert` does; returns what its `--json` prints.
+
+    flags are those of the command, with underscores: dtype, weights, no_optimizer, only, exclude, trainable_only, max_shard_size, dp,
+    index_keys, bare. TypeError for one that does not exist.
+    """
+    reading = operations.Reading(model_config, param_order=param_order)
+    running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
+    return operations.convert(src, dst, operations.Conversion(to, **flags), reading, running, progress=progress)
+
+
+def reshard(
+    src: str | Path, dst: str | Path, *, dp: int | None = None, max_shard_size: str | None = None,
+    memory: str = "512MiB", jobs: int = 0, overwrite: bool = False, resume: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """What `ckptctl reshard` does; returns what its `--json` prints."""
+    running = operations.Running(overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
+    return operations.reshard(src, dst, None, running, dp=dp, max_shard_size=max_shard_size)
+
+
+def diff(a: str | Path, b: str | Path, *, model_config: str | Path | None = None, memory: str = "512MiB", **flags: Any) -> dict[str, Any]:
+    """What `ckptctl diff` does; returns what its `--json` prints. flags: weights, optimizer, state, ignore_dtype, only."""
+    return operations.diff(a, b, operations.Comparison(**flags), operations.Reading(model_config), memory=memory)
