@@ -1,137 +1,139 @@
-"""Plans run by brute force, and the tensors and pieces that tests make them of. None of it is the product's executor.
-
-- `elements(piece)`: element number -> byte, by NumPy's own indexing
-- `run(plan, sources)`: the bytes of every output file, each checked to be written once
-- `tensor(key, dtype, shape, pieces)`: a Tensor of pieces over any views
-"""
+"""Random plans with the bytes they must make, and jobs over files that hold their sources. The product never imports this."""
 
 from __future__ import annotations
 
 import math
 import random
-import zlib
-from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckptctl.core.dtype import BY_NAME
-from ckptctl.core.output import Late
-from ckptctl.core.tensor import Piece, PieceTable, Tensor
-from ckptctl.plan.steps import After, Move, Repeat, Write
+from ckptctl.core.output import Fill, OutputFile, Put, Region
+from ckptctl.core.tensor import Key, Piece, PieceTable, Source, Tensor, dense_strides
+from ckptctl.execute import Job
+from ckptctl.plan.check import check
+from ckptctl.plan.index import SourceIndex
+from ckptctl.plan.planner import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from ckptctl.core.dtype import DType
-    from ckptctl.core.tensor import Key
-    from ckptctl.plan.planner import Plan
-    from ckptctl.plan.steps import Extent, Step
+    from pathlib import Path
 
 
-def addresses(start: int, size: Sequence[int], strides: Sequence[int]) -> np.ndarray:
-    """The byte of each element of a box, as an array of that size."""
-    out = np.full(tuple(size), start, np.int64)
-    for axis, (n, stride) in enumerate(zip(size, strides, strict=True)):
-        out += (np.arange(n) * stride).reshape([-1 if a == axis else 1 for a in range(len(size))])
-    return out
+@dataclass
+class Case:
+    """A plan, the bytes of its sources, and what each output file must hold."""
+
+    plan: Plan
+    sources: list[bytes]
+    wanted: dict[str, bytes]
+
+    def job(self, folder: Path, *, target: str = "made") -> Job:
+        """Write the sources below folder and name the job."""
+        root = folder / "source"
+        root.mkdir(parents=True, exist_ok=True)
+        for number, data in enumerate(self.sources):
+            path = root / str(number)
+            if not path.exists() or path.read_bytes() != data:
+                path.write_bytes(data)
+        sources = self.plan.index.sources
+        return Job(self.plan, check(self.plan), sources, root, folder / target, True, {"test": 1})
+
+    def found(self, folder: Path, target: str = "made") -> dict[str, bytes]:
+        """What a finished job's folder holds, by path."""
+        root = folder / target
+        return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
-def numbers(view: Sequence[int], lo: Sequence[int], size: Sequence[int]) -> np.ndarray:
-    """The number of each element of a box of a view, in row-major order of the tensor, as an array of that size."""
-    whole = np.arange(math.prod(view)).reshape(tuple(view))
-    return whole[tuple(slice(a, a + n) for a, n in zip(lo, size, strict=True))]
+def laid_out(rng: random.Random, array: np.ndarray, item: int, sources: list[bytes], scale: int) -> list[Piece]:
+    """Cut an array (its last axis is the item's bytes) into pieces, add the files that hold them, in one of four ways."""
+    shape = array.shape[:-1]
+    n, k = math.prod(shape), len(shape)
+    kind = rng.choice(["rows", "columns", "flat", "turned"]) if k else "flat"
+    pieces = []
+
+    def add(data: bytes) -> tuple[int, int]:
+        pad = rng.randint(0, 3 * scale)
+        sources.append(rng.randbytes(pad) + data + rng.randbytes(rng.randint(0, 2)))
+        return len(sources) - 1, pad
+
+    if kind == "flat":
+        flat = array.reshape(n, item)
+        cut = sorted([0, n, *(rng.randint(0, n) for _ in range(rng.randint(0, 4)))])
+        for a, b in zip(cut, cut[1:], strict=False):
+            number, pad = add(flat[a:b].tobytes())
+            pieces.append(Piece((n,), (a,), (b - a,), number, pad, (item,)))
+    elif kind == "turned":
+        order = list(range(k))
+        rng.shuffle(order)
+        turned = np.ascontiguousarray(array.transpose(*order, k))
+        steps = dense_strides(tuple(shape[p] for p in order), item)
+        strides = [0] * k
+        for i, p in enumerate(order):
+            strides[p] = steps[i]
+        number, pad = add(turned.tobytes())
+        pieces.append(Piece(shape, (0,) * k, shape, number, pad, tuple(strides)))
+    else:
+        axis = 0 if kind == "rows" else k - 1
+        cut = sorted([0, shape[axis], *(rng.randint(0, shape[axis]) for _ in range(rng.randint(0, 4)))])
+        for a, b in zip(cut, cut[1:], strict=False):
+            lo, size = [0] * k, list(shape)
+            lo[axis], size[axis] = a, b - a
+            part = np.ascontiguousarray(array[tuple(slice(x, x + m) for x, m in zip(lo, size, strict=True))])
+            number, pad = add(part.tobytes())
+            pieces.append(Piece(shape, tuple(lo), tuple(size), number, pad, dense_strides(tuple(size), item)))
+        rng.shuffle(pieces)
+    return pieces
 
 
-def elements(piece: Piece) -> dict[int, int]:
-    """Element number -> byte for every element of a piece. AssertionError where it holds one twice."""
-    which = numbers(piece.view, piece.lo, piece.size).ravel().tolist()
-    found = dict(zip(which, addresses(piece.start, piece.size, piece.strides).ravel().tolist(), strict=True))
-    assert len(found) == piece.numel
-    return found
+def random_case(seed: int, *, scale: int = 1, extent_nbytes: int | None = None) -> Case:
+    """A plan of up to three tensors and three files. scale multiplies the sizes of the axes."""
+    rng = random.Random(seed)
+    sources: list[bytes] = []
+    tensors: dict[Key, Tensor] = {}
+    arrays: dict[Key, np.ndarray] = {}
+    for number in range(rng.randint(1, 3)):
+        shape = tuple(rng.randint(1, 7 * scale if i < 2 else 5) for i in range(rng.choice([0, 1, 2, 2, 3])))
+        dtype = BY_NAME[rng.choice(["uint8", "float16", "float32", "int64", "complex128"])]
+        key = Key(f"t{number}")
+        array = np.frombuffer(rng.randbytes(math.prod(shape) * dtype.itemsize), np.uint8)
+        arrays[key] = array.reshape(*shape, dtype.itemsize)
+        pieces = laid_out(rng, arrays[key], dtype.itemsize, sources, scale)
+        tables = (PieceTable.of(pieces, dtype.itemsize),)
+        tensors[key] = Tensor(key, dtype, shape, tables)
+    files, wanted = [], {}
+    for number in range(rng.randint(1, 3)):
+        segments, data = random_segments(rng, tensors, arrays)
+        path = rng.choice(["", "a/", "a/b/"]) + f"file{number}"
+        files.append(OutputFile(path, lambda segments=segments: segments))
+        wanted[path] = data
+    index = SourceIndex(tensors, [Source(str(i)) for i in range(len(sources))])
+    size = extent_nbytes or rng.choice([16, 64, 4096, 1 << 20])
+    return Case(Plan(tuple(files), index, extent_nbytes=size), sources, wanted)
 
 
-def tables(pieces: Iterable[Piece], item: int) -> tuple[PieceTable, ...]:
-    """Pieces over any views as tables, one a view."""
-    by_view: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        by_view[piece.view].append(piece)
-    return tuple(PieceTable.of(rows, item) for rows in by_view.values())
-
-
-def tensor(key: Key, dtype: DType, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Tensor:
-    """A tensor made of pieces over any views."""
-    return Tensor(key, dtype, shape, tables(pieces, dtype.itemsize))
-
-
-def run(plan: Plan, sources: Sequence[bytes], *, seed: int = 0) -> list[bytes]:
-    """Every output file, written extent by extent in a shuffled order.
-
-    AssertionError where extents leave a hole or overlap, a step leaves its extent, steps do not rise, or a byte is not
-    written exactly once.
-    """
-    files = [bytearray(f.nbytes) for f in plan.files]
-    times = [np.zeros(f.nbytes, np.int64) for f in plan.files]
-    extents = list(plan.extents())
-    assert all(e.stop - e.start > 0 for e in extents)
-    late: list[tuple[int, After]] = []
-    for extent in random.Random(seed).sample(extents, len(extents)):
-        steps = plan.extent(extent)
-        assert [s.dst for s in steps] == sorted(s.dst for s in steps)
-        for step in steps:
-            touched = _bytes_of(step)
-            assert touched.min() >= extent.start
-            assert touched.max() < extent.stop
-            np.add.at(times[extent.file], touched.ravel(), 1)
-            if isinstance(step, After):
-                late.append((extent.file, step))
-            else:
-                _do(step, sources, files[extent.file])
-    for count in times:
-        assert (count == 1).all()
-    for number, step in late:
-        file = plan.files[number]
-        segment = file.segments[step.segment]
-        assert isinstance(segment, Late)
-        crcs = [zlib.crc32(files[number][file.starts[i] : file.starts[i + 1]]) for i in segment.needs]
-        data = segment.make(crcs)
-        assert len(data) == step.nbytes == segment.nbytes
-        files[number][step.dst : step.dst + step.nbytes] = data
-    return [bytes(f) for f in files]
-
-
-def _bytes_of(step: Step) -> np.ndarray:
-    """The bytes of the output file that a step writes."""
-    if isinstance(step, Move):
-        return addresses(step.dst, step.size, step.dst_strides)[..., None] + np.arange(step.dst_item)
-    return np.arange(step.dst, step.dst + (len(step.data) if isinstance(step, Write) else step.nbytes))
-
-
-def _do(step: Step, sources: Sequence[bytes], out: bytearray) -> None:
-    to = _bytes_of(step)
-    view = np.frombuffer(out, np.uint8)
-    if isinstance(step, Write):
-        view[to] = np.frombuffer(step.data, np.uint8)
-    elif isinstance(step, Repeat):
-        view[to] = np.resize(np.roll(np.frombuffer(step.pattern, np.uint8), -step.phase), step.nbytes)
-    elif isinstance(step, Move):
-        at = addresses(step.src, step.size, step.src_strides)[..., None] + np.arange(step.item)
-        data = np.frombuffer(sources[step.source], np.uint8)[at]
-        if step.rule is not None:
-            data = cast(data, BY_NAME[step.rule.source], BY_NAME[step.rule.target])
-        view[to] = data
-
-
-def cast(data: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """Elements whose bytes are the last axis, as elements of another type."""
-    values = np.ascontiguousarray(data).view(source.numpy)[..., 0]
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.ascontiguousarray(values.astype(target.numpy))[..., None].view(np.uint8)
-
-
-def alone(plan: Plan, extent: Extent, sources: Sequence[bytes]) -> bytes:
-    """The bytes of one extent that has no late ones."""
-    out = bytearray(plan.files[extent.file].nbytes)
-    for step in plan.extent(extent):
-        _do(step, sources, out)
-    return bytes(out[extent.start : extent.stop])
+def random_segments(rng, tensors, arrays):
+    """Segments of one file and their bytes."""
+    segments, data = [Put(rng.randbytes(rng.randint(0, 9)))], bytearray()
+    data += segments[0].data
+    for _ in range(rng.randint(0, 4)):
+        key = rng.choice(list(tensors))
+        shape, dtype, array = tensors[key].shape, tensors[key].dtype, arrays[key]
+        crc = rng.random() < 0.5
+        if rng.random() < 0.3:
+            fill = Fill(rng.randint(0, 50), rng.randbytes(rng.randint(1, 5)), "padding")
+            segments.append(fill)
+            data += (fill.value * 50)[: fill.nbytes]
+        if rng.random() < 0.4 or not shape:
+            n = math.prod(shape)
+            a = rng.randint(0, n)
+            b = rng.randint(a, n)
+            segments.append(Region(key, dtype, (n,), (a,), (b - a,), crc=crc))
+            data += array.reshape(n, dtype.itemsize)[a:b].tobytes()
+        else:
+            lo = tuple(rng.randrange(v) for v in shape)
+            size = tuple(rng.randint(1, v - x) for v, x in zip(shape, lo, strict=True))
+            segments.append(Region(key, dtype, shape, lo, size, crc=crc))
+            data += np.ascontiguousarray(array[tuple(slice(x, x + m) for x, m in zip(lo, size, strict=True))]).tobytes()
+    return segments, bytes(data)
