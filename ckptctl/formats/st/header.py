@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptctl.core.dtype import BY_SAFETENSORS, DType
 from ckptctl.core.errors import CkptError, Damaged
 from ckptctl.formats.jsonscan import U64, Scan, short
-from ckptctl.formats.st.entry import Raw, read_entry
+from ckptctl.formats.st.entry import Raw, read_entry, usual_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,17 +161,19 @@ def _parse(scan: Scan, draft: _Draft) -> None:
     seen: set[str] = set()
     more, p = scan.opened(p)
     while more:
-        name, p = scan.key(p)
+        usual = usual_entry(scan, p)
+        raw: Raw | None
+        if usual and usual[0] != METADATA:
+            name, raw, p = usual
+        else:
+            name, p = scan.key(p)
+            raw, p = (None, _metadata(scan, p, draft)) if name == METADATA else read_entry(scan, p)
         if name in seen:
             why = "JSON readers differ in which one they take"
             draft.note("duplicate-name", f"{short(name)} stands twice in the header", why, name)
             draft.is_placed = False
-        if name == METADATA:
-            p = _metadata(scan, p, draft)
-        else:
-            raw, p = read_entry(scan, p)
-            if name not in seen:
-                _check(name, raw, draft)
+        elif raw is not None:
+            _check(name, raw, draft)
         seen.add(name)
         more, p = scan.next(p, b"}")
     scan.stop(p)
@@ -222,17 +224,18 @@ def _check(name: str, raw: Raw, draft: _Draft) -> None:
         bits *= size
         if bits // dtype.bits >= U64:
             break
+    if bits // 8 == stop - begin and bits % 8 == 0 and bits < U64:
+        draft.entries[name] = StEntry(dtype, raw.shape, draft.data_start + begin, stop - begin)
+        return
     shown = f"shape {list(raw.shape[:8])} of {dtype.safetensors}"
     if bits >= U64:
         draft.note("size-overflow", f"the size of tensor {short(name)} overflows 64 bits", shown, name)
     elif bits % 8:
         what = f"tensor {short(name)} is no whole number of bytes"
         draft.note("not-whole-bytes", what, f"{shown} is {bits} bits", name)
-    elif bits // 8 != stop - begin:
+    else:
         why = f"{bits // 8} bytes by {shown}, {stop - begin} by its data_offsets"
         draft.note("size-mismatch", f"tensor {short(name)} has two sizes", why, name)
-    else:
-        draft.entries[name] = StEntry(dtype, raw.shape, draft.data_start + begin, stop - begin)
 
 
 def _tiling(reader: ByteSource, draft: _Draft) -> list[CkptError]:

@@ -115,6 +115,7 @@ ENTRY = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
         (b'{"a":{"shape":[2],"data_offsets":[0,2],"dtype":"U8","x":' + b"[" * 200 + b"]" * 200 + b"}}", "bad-entry"),
         (b'{"a":' + b"[" * 100_000, "bad-entry"),
         (b'{"a":{"data_offsets":[0,2]}}', "missing-field"),
+        (b'{"__metadata__":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', "metadata-not-strings"),
     ],
 )
 def test_what_json_readers_let_pass_has_its_own_code(text, code):
