@@ -1,0 +1,142 @@
+"""What the executor takes and gives back, as data: a job, its budget, its progress and its outcome. Nothing runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptctl.core.output import Region
+from ckptctl.core.tensor import Key, Source
+from ckptctl.plan.check import Totals, check
+from ckptctl.plan.planner import Plan
+
+Json = Any
+"""Plain data that the json module writes."""
+
+MIB = 1 << 20
+_OVERHEAD_NBYTES = 48 * MIB
+"""What NumPy, ctypes, threads and their stacks take beside the buffers, measured on CPython 3.11 and rounded up."""
+_LEAST_NBYTES = 16 * MIB
+"""Buffers of this size are taken however small the budget is."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """memory_nbytes bounds the memory above an idle interpreter; jobs is the number of threads, 0 for one a core, at most 8."""
+
+    memory_nbytes: int = 512 * MIB
+    jobs: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion: a checked plan, where its sources lie, and where its result goes.
+
+    sources[i].path is relative to root ("" where root itself is the file). folder False: the plan has one file with path "", which
+    becomes target itself. fingerprint is what else must be the same for --resume: options, metadata files.
+    """
+
+    plan: Plan
+    totals: Totals
+    sources: Sequence[Source]
+    root: Path
+    target: Path
+    folder: bool
+    fingerprint: Mapping[str, Json] = field(default_factory=dict)
+
+
+class Progress(NamedTuple):
+    """How far a job is. Bytes are those of the result."""
+
+    done_nbytes: int
+    total_nbytes: int
+    seconds: float
+    peak_rss_nbytes: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished job did.
+
+    resumed_nbytes were there from an interrupted job, direct_nbytes were copied by the kernel (both are part of the result's size).
+    read_nbytes counts source bytes that were read, gaps in windows and decoded members with them. checksums holds the CRC-32 of each
+    file whose bytes all passed through memory, None for others. notes are sentences for the report.
+    """
+
+    seconds: float
+    written_nbytes: int
+    read_nbytes: int
+    resumed_nbytes: int
+    direct_nbytes: int
+    checksums: Mapping[str, int | None]
+    peak_rss_nbytes: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The buffers of one run, in bytes. working is what all of them may take together.
+
+    chunk: a thread streams runs through one of these (small enough for a core's cache: 256 KiB to 1 MiB were equal, 4 MiB slower).
+    window: a stretch of a source that is read once and scattered. gang: the extents that are gathered together. extent: the largest
+    one. decoded: all members kept decoded; member: the largest of those, what is larger goes to a scratch file.
+    """
+
+    working: int
+    chunk: int
+    window: int
+    gang: int
+    extent: int
+    decoded: int
+    member: int
+
+    def gang_need(self, nbytes: int) -> int:
+        """Memory of a gang whose extents are nbytes long together."""
+        return nbytes + self.window
+
+
+def sizes_of(budget: Budget, plan: Plan, coded: bool) -> Sizes:
+    """How a budget is shared out. coded: some source is compressed, so that decoded members need room."""
+    working = max(budget.memory_nbytes - _OVERHEAD_NBYTES - plan.index.nbytes, _LEAST_NBYTES)
+    decoded = working // 2 if coded else 0
+    rest = working - decoded
+    window = min(16 * MIB, rest // 8)
+    gang = rest // 2 - window
+    return Sizes(working, min(MIB, rest // 16), window, gang, gang, decoded, decoded // 2)
+
+
+def gang_nbytes(budget: Budget, plan: Plan, sources: Sequence[Source]) -> int:
+    """What plan.gangs is to be given: the same number that a run takes, for the dry run's re-read factor."""
+    return sizes_of(budget, plan, any(s.codec for s in sources)).gang
+
+
+def fitted(job: Job, sizes: Sizes) -> Job:
+    """The job with extents small enough for the buffers, counted anew where that changes them."""
+    if job.plan.extent_nbytes <= sizes.extent:
+        return job
+    plan = replace(job.plan, extent_nbytes=max(1, sizes.extent))
+    return replace(job, plan=plan, totals=check(plan))
+
+
+def used_keys(plan: Plan) -> list[Key]:
+    """The source tensors that the plan's regions take from, each once, in order of first use."""
+    keys: dict[Key, None] = {}
+    for file in plan.files:
+        for segment in file.segments:
+            if isinstance(segment, Region):
+                keys.update(dict.fromkeys(p.hub for p in segment.parts) if segment.parts else {segment.key: None})
+    return list(keys)
+
+
+def used_sources(plan: Plan) -> list[int]:
+    """The sources that those tensors lie in, rising. Others are never opened."""
+    found: set[int] = set()
+    for key in used_keys(plan):
+        if key in plan.index.tensors:
+            for table in plan.index.tensors[key].pieces:
+                found.update(np.unique(table.source).tolist())
+    return sorted(found)
