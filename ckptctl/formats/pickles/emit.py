@@ -230,10 +230,11 @@ class _Writer:
         return self._call(obj, Global("__builtin__", type(obj).__name__), (sorted(obj, key=_order),))
 
     def _bytes(self, obj: bytes) -> Steps:
+        # CPython writes b"" as __builtin__.bytes(), which torch.load(weights_only=True) refuses; this way it reads it.
         return self._call(obj, _ENCODE, (str(obj, "latin-1"), "latin1"))
 
     def _bytearray(self, obj: bytearray) -> Steps:
-        return self._call(obj, Global("__builtin__", "bytearray"), (str(obj, "latin-1"), "latin-1") if obj else ())
+        return self._call(obj, Global("__builtin__", "bytearray"), (bytes(obj),) if obj else ())
 
     def _complex(self, obj: complex) -> Steps:
         return self._call(obj, Global("__builtin__", "complex"), (obj.real, obj.imag))
