@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from ckptctl.core.compose import compose, flat_runs, joined, meetings, refined
 from ckptctl.core.tensor import Key, Part, Piece, dense_strides
 from ckptctl.core.view import refinement
+from tests.support.bruteforce import addresses, elements, numbers
 from tests.support.geometry import NUMELS, boxes, parts, pieces, views
-from tests.support.plans import addresses, elements, numbers
 
 numels = st.sampled_from(NUMELS)
 

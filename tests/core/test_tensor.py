@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from ckptctl.core.dtype import BY_NAME, packed
 from ckptctl.core.output import Fill, Late, OutputFile, Put, Region
 from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
+from tests.support.bruteforce import addresses
 from tests.support.geometry import NUMELS, pieces
-from tests.support.plans import addresses
 
 numels = st.sampled_from(NUMELS)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.core.view import flat, groups, interval_boxes, meet, refinement, run_boxes, run_of, suffixes, unit_slices
+from tests.support.bruteforce import numbers
 from tests.support.geometry import NUMELS, boxes, views
-from tests.support.plans import numbers
 
 numels = st.sampled_from(NUMELS)
 

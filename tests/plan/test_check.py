@@ -12,9 +12,9 @@ from ckptctl.core.errors import Damaged
 from ckptctl.core.tensor import Key, Piece, PieceTable, Source, Tensor, dense_strides
 from ckptctl.plan.check import covered, require_whole, tiles
 from ckptctl.plan.index import SourceIndex
+from tests.support.bruteforce import numbers, tensor
 from tests.support.geometry import NUMELS, views
 from tests.support.naming import cut
-from tests.support.plans import numbers, tensor
 
 F32 = BY_NAME["float32"]
 KEY = Key("t")
@@ -42,7 +42,7 @@ def tilings(draw):
     return shape, pieces_of(draw(cut(shape)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(tilings())
 def test_good_tilings_pass(case):
     shape, pieces = case
@@ -73,7 +73,7 @@ def mutated(draw, pieces):
     return out
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(tilings(), st.data())
 def test_every_hole_and_every_overlap_is_found(case, data):
     shape, pieces = case

@@ -1,6 +1,6 @@
 """Gangs cover each extent once, within the budget."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptctl.core.dtype import BY_NAME
@@ -11,12 +11,13 @@ from ckptctl.plan.gangs import gangs, reread_factor
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
 from ckptctl.plan.steps import Extent, Move
+from tests.support.bruteforce import addresses, tensor
 from tests.support.naming import conversions, source_of, target_of
-from tests.support.plans import addresses, tensor
 
 F32 = BY_NAME["float32"]
 
 
+@settings(max_examples=50)
 @given(conversions(), st.sampled_from([1, 16, 64, 200, 1 << 20]))
 def test_gangs_hold_each_extent_once_and_keep_to_the_budget(case, budget):
     model, dtype, _, a, b, nbytes = case
@@ -30,6 +31,7 @@ def test_gangs_hold_each_extent_once_and_keep_to_the_budget(case, budget):
     assert reread_factor(plan, totals, 1 << 40) <= reread_factor(plan, totals, 1)
 
 
+@settings(max_examples=50)
 @given(conversions())
 def test_spans_hold_every_byte_that_strided_moves_read(case):
     model, dtype, _, a, b, nbytes = case

@@ -17,13 +17,13 @@ from ckptctl.plan.check import check, require_whole
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan, extents_of, segments_in
 from ckptctl.plan.steps import Cast, Extent, Move
+from tests.support.bruteforce import alone, run, tensor
 from tests.support.naming import conversions, source_of, target_of, written
-from tests.support.plans import alone, run, tensor
 
 F32, BF16 = BY_NAME["float32"], BY_NAME["bfloat16"]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(conversions())
 def test_any_layout_to_any_other_gives_its_bytes(case):
     model, dtype, hub, a, b, nbytes = case
@@ -33,6 +33,7 @@ def test_any_layout_to_any_other_gives_its_bytes(case):
     assert run(plan, written(a, hub)) == written(b, hub)
 
 
+@settings(max_examples=50)
 @given(conversions())
 def test_there_and_back_again_restores_every_byte(case):
     model, dtype, hub, a, b, nbytes = case
@@ -41,6 +42,7 @@ def test_there_and_back_again_restores_every_byte(case):
     assert back == written(a, hub)
 
 
+@settings(max_examples=50)
 @given(conversions(), st.integers(0, 1000))
 def test_an_extent_alone_gives_its_bytes(case, which):
     """No step depends on another extent: an extent is a job of its own."""
@@ -52,6 +54,7 @@ def test_an_extent_alone_gives_its_bytes(case, which):
         assert alone(plan, e, written(a, hub)) == written(b, hub)[e.file][e.start : e.stop]
 
 
+@settings(max_examples=50)
 @given(conversions())
 def test_the_totals_count_what_is_moved(case):
     model, dtype, _, a, b, nbytes = case
@@ -165,6 +168,7 @@ def test_a_plan_that_names_an_absent_tensor_is_damaged():
     assert err.value.code == "tensor-missing"
 
 
+@settings(max_examples=50)
 @given(conversions(), st.data())
 def test_a_lost_piece_is_damaged_wherever_it_is_wanted(case, data):
     model, dtype, _, a, b, nbytes = case

@@ -27,8 +27,8 @@ from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
 from ckptctl.plan.steps import Cast
 from tests.support import megatron, zero
+from tests.support.bruteforce import elements, run, tensor
 from tests.support.checkpoints import FIXTURES, SHARED, digest, safetensors_of, truth
-from tests.support.plans import elements, run, tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

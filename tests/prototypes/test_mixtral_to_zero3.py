@@ -24,8 +24,8 @@ from ckptctl.plan.check import check, require_whole
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
 from tests.support import zero
+from tests.support.bruteforce import dense, run, tables, torch_tree
 from tests.support.checkpoints import digest, fixture
-from tests.support.plans import dense, run, tables, torch_tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

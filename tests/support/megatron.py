@@ -15,7 +15,7 @@ from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.output import Fill, Region
 from ckptctl.core.tensor import Key, Part, Piece, Source, Tensor, dense_strides
 from ckptctl.core.values import TensorRef
-from tests.support.plans import tables, torch_tree
+from tests.support.bruteforce import tables, torch_tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

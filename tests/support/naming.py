@@ -18,8 +18,8 @@ from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.output import Fill, OutputFile, Put, Region
 from ckptctl.core.tensor import Key, Part, Piece, Source, dense_strides
 from ckptctl.plan.index import SourceIndex
+from tests.support.bruteforce import tensor
 from tests.support.geometry import cuts, even, views
-from tests.support.plans import tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
