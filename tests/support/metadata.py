@@ -1,4 +1,4 @@
-"""The pickle of a DCP `.metadata` of any size, opcode for opcode as CPython's pickler writes the real one (protocol 4)."""
+"""The pickle of a DCP `.metadata` of any size, opcode for opcode as CPython's pickler writes it (protocol 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are two value trees the same? By structure, values and identity: what is one object in one must be one object in the other."""
+"""Are two value trees the same? By structure, values and identity: one object in one is one object in the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ ATOMS = (type(None), bool, int, str, Global)
 def _parts(node: Any) -> list[tuple[str, Any]] | None:
     """Named parts of a node, each compared on its own; None for an atom."""
     if isinstance(node, dict):
-        pairs = [(f"[{i}].{half}", part) for i, pair in enumerate(node.items()) for half, part in zip("kv", pair, strict=True)]
+        pairs = [
+            (f"[{i}].{half}", part)
+            for i, pair in enumerate(node.items())
+            for half, part in zip("kv", pair, strict=True)
+        ]
         return pairs + ([("attributes", node.attributes)] if isinstance(node, OrderedPairs) else [])
     if isinstance(node, (list, tuple)):
         return [(f"[{i}]", part) for i, part in enumerate(node)]

@@ -91,5 +91,5 @@ def numpy_record(array: NumpyArray, dtypes: dict[str, Record]) -> Record:
         return Record(Global(array.module, "scalar"), (dtype, array.data))
     data = _reordered(array.data, array.dtype, array.shape) if array.fortran and array.data else array.data
     state = (1, array.shape, dtype, array.fortran, data)
-    args = (_NDARRAY, tuple([0]), b"b")  # a tuple of its own for each array, as NumPy makes it
+    args = (_NDARRAY, (0, *()), b"b")  # a tuple of its own for each array, as NumPy makes it
     return Record(Global(array.module, "_reconstruct"), args, state=state, has_state=True)

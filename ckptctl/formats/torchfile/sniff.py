@@ -33,7 +33,7 @@ def sniff(head: bytes) -> Kind:
         return "safetensors"
     if not head.strip(b"\0"):
         return "zeros"
-    if head[:1] == b"\x80" and (len(head) < 2 or head[1] <= 5):
+    if head[:1] == b"\x80" and (len(head) < 2 or head[1] <= 9):  # 5 is the newest known: others are named
         return "pickle"
     if text.startswith(b"{") and text[1:].lstrip()[:1] in (b'"', b"}"):
         return "json"

@@ -17,9 +17,12 @@ from ckptctl.formats.pickles.build import load
 from ckptctl.formats.pickles.emit import StorageKeys, dump
 from ckptctl.formats.pickles.nodes import NumpyArray, PersistentId, SizeTuple
 from tests.support.trees import difference
+from tests.support.unpickle import unpickle
 
 # Empty bytes are written otherwise, see emit.py.
-atoms = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(min_size=1) | st.complex_numbers()
+atoms = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(min_size=1) | st.complex_numbers()
+)
 keys = st.none() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
 ordered = st.recursive(
     atoms | st.binary().map(bytearray),
@@ -44,7 +47,7 @@ def test_what_is_written_is_read_again(value):
     assert difference(again(tree), tree) == ""
     assert dump(again(tree)) == data
     if not isinstance(value, (set, frozenset)):
-        assert repr(pickle.loads(data)) == repr(value)  # noqa: TID251 - our own bytes
+        assert repr(unpickle(data)) == repr(value)
 
 
 # Not 1000: CPython then adds an empty batch to a dict.
@@ -55,13 +58,43 @@ def test_batches_are_cpythons(n):
         assert dump(tree) == pickle.dumps(value, 2)
 
 
-@pytest.mark.parametrize("n", [0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, -128, 2**63, -(2**63), 2**2039, 2**5000, -(2**5000)])
+@pytest.mark.parametrize(
+    "n",
+    [
+        0,
+        255,
+        256,
+        65535,
+        65536,
+        2**31 - 1,
+        2**31,
+        -1,
+        -(2**31),
+        -(2**31) - 1,
+        -128,
+        2**63,
+        -(2**63),
+        2**2039,
+        2**5000,
+        -(2**5000),
+    ],
+)
 def test_integers_are_written_as_cpython_writes_them(n):
     assert dump(n) == pickle.dumps(n, 2)
 
 
 def test_only_opcodes_of_protocol_2_are_used():
-    tree = [b"x", b"", bytearray(b"y"), {1}, frozenset({2}), 2**100, "é\ud800", SizeTuple((1,)), Record(Global("m", "C"), how="newobj", kwargs=None)]
+    tree = [
+        b"x",
+        b"",
+        bytearray(b"y"),
+        {1},
+        frozenset({2}),
+        2**100,
+        "é\ud800",
+        SizeTuple((1,)),
+        Record(Global("m", "C"), how="newobj", kwargs=None),
+    ]
     assert all(op.proto <= 2 for op, _, _ in pickletools.genops(dump(tree)))
 
 
@@ -97,8 +130,14 @@ class Outer:
 def test_objects_come_back_to_life_in_a_real_unpickler(protocol):
     listing, mapping = Listing([1, 2]), Mapping(a=1)
     listing.extra = mapping
-    value = [Plain(a=listing, b=listing), mapping, collections.defaultdict(list, k=[1]), collections.Counter("aab"), WithKwargs(1, b=2)]
-    got = pickle.loads(dump(load(pickle.dumps(value, protocol), "f").tree))  # noqa: TID251 - our own bytes
+    value = [
+        Plain(a=listing, b=listing),
+        mapping,
+        collections.defaultdict(list, k=[1]),
+        collections.Counter("aab"),
+        WithKwargs(1, b=2),
+    ]
+    got = unpickle(dump(load(pickle.dumps(value, protocol), "f").tree))
     assert type(got[0]) is Plain
     assert got[0].a is got[0].b
     assert got[0].a.extra is got[1]
@@ -107,7 +146,16 @@ def test_objects_come_back_to_life_in_a_real_unpickler(protocol):
 
 
 def test_protocol_2_objects_are_the_same_bytes_again():
-    value = [Plain(one=1), Plain(), Listing(), Listing([1]), Listing([1, 2]), Mapping(), Mapping(one=1), Mapping(one=1, two=2)]
+    value = [
+        Plain(one=1),
+        Plain(),
+        Listing(),
+        Listing([1]),
+        Listing([1, 2]),
+        Mapping(),
+        Mapping(one=1),
+        Mapping(one=1, two=2),
+    ]
     value += [collections.defaultdict(list, key=[1]), collections.Counter([10, 10, 20]), value]
     data = pickle.dumps(value, 2)
     assert dump(load(data, "f").tree) == data
@@ -115,7 +163,7 @@ def test_protocol_2_objects_are_the_same_bytes_again():
 
 def test_a_nested_class_is_found_by_getattr():
     data = dump(load(pickle.dumps([Outer.Inner(), Outer.Inner()], 4), "f").tree)
-    got = pickle.loads(data)  # noqa: TID251 - our own bytes
+    got = unpickle(data)
     assert [type(x) for x in got] == [Outer.Inner, Outer.Inner]
 
 
@@ -175,19 +223,26 @@ def test_numpy_arrays_are_arrays_and_come_back_to_numpy(code, order):
     assert (tree[0].shape, tree[0].data, tree[0].fortran) == ((2, 3), value.tobytes("C"), order == "F")
     assert (tree[3].scalar, tree[3].data) == (True, value[0, 1].tobytes())
     assert difference(again(tree), tree) == ""
-    got = pickle.loads(dump(tree))  # noqa: TID251 - our own bytes
-    assert all(np.array_equal(g, v) and g.dtype == v.dtype for g, v in zip(got, [value, value, value[:1], value[0, 1]], strict=True))
+    got = unpickle(dump(tree))
+    assert all(
+        np.array_equal(g, v) and g.dtype == v.dtype
+        for g, v in zip(got, [value, value, value[:1], value[0, 1]], strict=True)
+    )
     assert got[0].flags["F_CONTIGUOUS"] == value.flags["F_CONTIGUOUS"]
     assert dump(tree) == data
 
 
-@pytest.mark.parametrize("value", [np.array(["a"]), np.array([None]), np.array([1], ">i4"), np.zeros(1, [("x", "i4")]), np.ma.masked_array([1])], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [np.array(["a"]), np.array([None]), np.array([1], ">i4"), np.zeros(1, [("x", "i4")]), np.ma.masked_array([1])],
+    ids=str,
+)
 def test_other_arrays_stay_records_and_come_back_too(value):
     tree = load(pickle.dumps([value], 2), "f", rebuild=arrays.REBUILD, finish=arrays.FINISH).tree
     assert isinstance(tree[0], Record)
     assert difference(again(tree), tree) == ""
-    got = pickle.loads(dump(tree))[0]  # noqa: TID251 - our own bytes
-    expected = pickle.loads(pickle.dumps(value, 2))  # noqa: TID251 - NumPy turns big-endian ones round
+    got = unpickle(dump(tree))[0]
+    expected = unpickle(pickle.dumps(value, 2))
     assert (got.dtype, got.tolist()) == (expected.dtype, expected.tolist())
 
 
@@ -200,7 +255,10 @@ def test_storages_are_numbered_by_first_appearance():
     f32, i64 = BY_NAME["float32"], BY_NAME["int64"]
     ref = TensorRef(two, i64, 0, (6,), (1,))
     order = StorageKeys()
-    dump({"a": ref, "b": TensorRef(one, f32, 1, (2, 2), (2, 1)), "c": ref, "d": TensorRef(two, i64, 2, (1,), (1,))}, order)
+    dump(
+        {"a": ref, "b": TensorRef(one, f32, 1, (2, 2), (2, 1)), "c": ref, "d": TensorRef(two, i64, 2, (1,), (1,))},
+        order,
+    )
     assert order.order == [two, one]
 
 
@@ -212,5 +270,5 @@ def test_a_dtype_that_its_storage_contradicts_is_refused():
 def test_empty_bytes_and_arrays_come_back():
     for value in (b"", np.zeros((0, 3))):
         tree = load(pickle.dumps(value, 2), "f", rebuild=arrays.REBUILD, finish=arrays.FINISH).tree
-        got = pickle.loads(dump(tree))  # noqa: TID251 - our own bytes
+        got = unpickle(dump(tree))
         assert np.array_equal(got, value)

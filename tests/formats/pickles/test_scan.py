@@ -9,24 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.core.errors import CkptError, Damaged, Unsupported
+from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.formats.pickles.opcodes import OPCODES
 from ckptctl.formats.pickles.scan import Truncated, scan
+from tests.support.unpickle import read_or_refuse
 
-SAMPLE = [1, -1, 300, 2**40, 2**70, 1.5, "text", "t" * 300, b"bytes", b"b" * 300, bytearray(b"x"), None, True, (), (1,), (1, 2)]
-SAMPLE += [(1, 2, 3, 4), {"a": [SAMPLE]}, {1}, frozenset({2}), SAMPLE]
+SAMPLE = [1, -1, 300, 2**40, 2**70, 1.5, "text", "t" * 300, b"bytes", b"b" * 300, bytearray(b"x"), None, True]
+SAMPLE += [(), (1,), (1, 2), (1, 2, 3, 4), {"a": [SAMPLE]}, {1}, frozenset({2}), SAMPLE]
 
 
 def test_the_table_of_opcodes_is_cpythons():
     theirs = {ord(op.code): op for op in pickletools.opcodes}
     assert {code: op.name for code, op in OPCODES.items()} == {code: op.name for code, op in theirs.items()}
+    counted = {
+        pickletools.TAKEN_FROM_ARGUMENT1: 1,
+        pickletools.TAKEN_FROM_ARGUMENT4: 4,
+        pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+        pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+    }
     for code, op in OPCODES.items():
         argument = theirs[code].arg
         size = argument.n if argument else 0
-        lengths = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-                   pickletools.TAKEN_FROM_ARGUMENT8U: 8, pickletools.UP_TO_NEWLINE: -2 if op.name in ("GLOBAL", "INST") else -1}  # fmt: skip
-        assert op.operand == lengths.get(size, size), op
-        assert op.counted == (lengths.get(size, 0) if size < pickletools.UP_TO_NEWLINE else 0), op
+        if size == pickletools.UP_TO_NEWLINE:
+            assert (op.operand, op.counted) == (-2 if op.name in ("GLOBAL", "INST") else -1, 0), op
+        else:
+            assert (op.operand, op.counted) == (counted.get(size, size), counted.get(size, 0)), op
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -63,7 +70,13 @@ def test_a_byte_that_is_no_opcode_is_named_with_its_place(code):
 
 @pytest.mark.parametrize(
     ("data", "name"),
-    [(b"\x82\x01.", "EXT1"), (b"\x83\x01\x00.", "EXT2"), (b"\x84\x01\x00\x00\x00.", "EXT4"), (b"\x97.", "NEXT_BUFFER"), (b"N\x98.", "READONLY_BUFFER")],
+    [
+        (b"\x82\x01.", "EXT1"),
+        (b"\x83\x01\x00.", "EXT2"),
+        (b"\x84\x01\x00\x00\x00.", "EXT4"),
+        (b"\x97.", "NEXT_BUFFER"),
+        (b"N\x98.", "READONLY_BUFFER"),
+    ],
 )
 def test_opcodes_that_no_file_alone_can_answer_are_named(data, name):
     with pytest.raises(Unsupported, match=name):
@@ -77,7 +90,14 @@ def test_a_newer_protocol_is_named():
 
 @pytest.mark.parametrize(
     "claim",
-    [b"B\xff\xff\xff\xff", b"X\xff\xff\xff\xff", b"\x8e" + b"\xff" * 8, b"\x8d" + b"\xff" * 8, b"\x96" + b"\xff" * 7 + b"\x7f", b"\x8b\xff\xff\xff\x7f"],
+    [
+        b"B\xff\xff\xff\xff",
+        b"X\xff\xff\xff\xff",
+        b"\x8e" + b"\xff" * 8,
+        b"\x8d" + b"\xff" * 8,
+        b"\x96" + b"\xff" * 7 + b"\x7f",
+        b"\x8b\xff\xff\xff\x7f",
+    ],
 )
 def test_claimed_lengths_take_no_memory(claim):
     tracemalloc.start()
@@ -97,10 +117,7 @@ def test_a_huge_memo_id_takes_no_memory():
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_pickle_or_a_clear_error(data):
-    try:
-        assert 0 < scan(b"\x80\x04" + data, "f").stop <= len(data) + 2
-    except CkptError as err:
-        assert err.where == "f"
+    read_or_refuse(lambda: scan(b"\x80\x04" + data, "f"), "f")
 
 
 @pytest.mark.bench
