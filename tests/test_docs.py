@@ -96,8 +96,9 @@ def examples(page: Path) -> list[list[Example]]:
 
 def matches(shown: str, printed: str) -> bool:
     """Whether what was printed is what is shown, line by line; `...` is any text, and alone on a line any lines."""
-    lines = [".*".join(re.escape(part) for part in line.rstrip().split("...")) for line in shown.split("\n")]
-    pattern = "\n".join(r"(?s:.*)" if line == ".*" else line for line in lines)
+    parts = [[re.escape(part) for part in line.rstrip().split("...")] for line in shown.split("\n")]
+    lines = [r"(?s:.*)" if not "".join(part).strip("\\ ") and len(part) > 1 else ".*".join(part) for part in parts]
+    pattern = "\n".join(lines)
     return re.fullmatch(pattern, "\n".join(line.rstrip() for line in printed.rstrip().split("\n"))) is not None
 
 
@@ -153,6 +154,17 @@ def test_every_example_runs_and_prints_what_is_shown(page, console):
             assert code == 0, f"$ {example.line}\nexit code {code}\n{printed}"
             same = matches(example.shown, printed)
             assert same, f"$ {example.line}\n{printed}\n--- is not what {page.name} shows:\n{example.shown}"
+
+
+def test_python_examples_run_and_print_what_is_shown(console, tmp_path):
+    page = (DOCS / "python-api.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", page, re.M | re.S)
+    assert len(blocks) == page.count("```python")
+    for source, shown in blocks:
+        (tmp_path / "example.py").write_text(source)
+        code, printed = console("python -W error example.py")
+        assert code == 0, printed
+        assert printed == shown
 
 
 def test_the_demo_finds_every_byte_equal():
