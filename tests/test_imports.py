@@ -16,8 +16,7 @@ from tests.support.checkpoints import ROOT
 PACKAGE = ROOT / "ckptctl"
 
 # What each folder of the package may import of the others. cli -> operations -> the middle -> core. In the middle,
-# naming maps are data for formats and plan, and the executor runs plans; formats know
-# neither.
+# naming maps are data for formats and plan, and the executor runs plans; formats know neither plan nor execute.
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "names": {"core"},
