@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from ckptctl.core.errors import Damaged
-from ckptctl.formats.crc import crc32
+from ckptctl.checksum import crc32
 from ckptctl.formats.zipformat import CENTRAL, DESCRIPTOR, ENCRYPTED, FULL32, LOCAL, LOCAL_HEADER, STREAMED
 
 

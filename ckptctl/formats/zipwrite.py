@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.output import Fill, Late, Put, Region, Segment
-from ckptctl.formats.crc import combine, crc32, crc_of_repeated
+from ckptctl.checksum import combine, crc32, crc_of_repeated
 from ckptctl.formats.zipformat import (
     CENTRAL,
     CENTRAL_HEADER,
