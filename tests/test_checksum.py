@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl. import checksum as crc
+from ckptctl import checksum as crc
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
