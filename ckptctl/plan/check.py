@@ -14,10 +14,11 @@ import numpy as np
 
 from ckptctl.core.compose import flat_runs
 from ckptctl.core.errors import Damaged
+from ckptctl.core.output import Fill
 from ckptctl.core.tensor import Ints, Key, Tensor
 from ckptctl.plan.index import SortedTable, SourceIndex
 from ckptctl.plan.planner import Plan
-from ckptctl.plan.steps import Extent, Move, Repeat, step_nbytes
+from ckptctl.plan.steps import Extent, Move, step_nbytes
 
 
 def tiles(tensor: Tensor, tables: tuple[SortedTable, ...]) -> str:
@@ -136,6 +137,10 @@ def check(plan: Plan) -> Totals:
                 code="plan-incomplete",
             )
         count(totals, extent, steps)
+    for file in plan.files:
+        for segment in file.segments:
+            if isinstance(segment, Fill):
+                totals.fills[segment.why] += segment.nbytes
     if not totals.moves:
         totals.shortest_run = 0
     return totals
@@ -148,8 +153,6 @@ def count(totals: Totals, extent: Extent, steps: Iterable[object]) -> None:
     totals.largest_extent = max(totals.largest_extent, extent.stop - extent.start)
     spans: dict[int, tuple[int, int]] = {}
     for step in steps:
-        if isinstance(step, Repeat):
-            totals.fills["padding"] += step.nbytes
         if not isinstance(step, Move):
             continue
         totals.moves += 1

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from ckptctl.core.compose import meetings, refined
 from ckptctl.core.tensor import Ints, Key, Piece, PieceTable, Source, Tensor
-from ckptctl.core.view import Index, groups, refinement, run_boxes, run_of, suffixes
+from ckptctl.core.view import Index, refinement, run_boxes, run_of, suffixes
+from ckptctl.plan.columns import refined_rows, strides_of
 
 
 class Hit(NamedTuple):
@@ -62,7 +63,9 @@ def sort_table(table: PieceTable) -> SortedTable:
         kept = table
     else:
         strides = None if table.strides is None else table.strides[keep]
-        kept = PieceTable(table.view, table.itemsize, table.lo[keep], table.size[keep], table.source[keep], table.start[keep], strides)
+        kept = PieceTable(
+            table.view, table.itemsize, table.lo[keep], table.size[keep], table.source[keep], table.start[keep], strides
+        )
     last = first + ((kept.size - 1) @ weights if table.view else 0)
     runs = _all_runs(kept, first, last)
     reach = last if runs else np.maximum.accumulate(last) if len(last) else last
@@ -137,24 +140,7 @@ def _hits(table: SortedTable, wanted: Piece, item: int) -> Iterator[Hit]:
     elif view == wanted.view:
         yield from _box_hits(table, wanted)
     else:
-        fine = refinement(wanted.view, view)
-        if fine is not None and all(len(g) <= 1 for g in groups(view, fine)):
-            for part in refined(wanted, fine):
-                yield from _box_hits(table, _coarse(part.box[0], part.box[1], part.start, part.strides, view, fine))
-        else:
-            yield from _general_hits(table, wanted)
-
-
-def _coarse(lo: Index, size: Index, start: int, strides: Index, view: Index, fine: Index) -> Piece:
-    """A box of fine as a box of view, which differs from it in axes of size 1 only."""
-    at, parts = 0, groups(view, fine)
-    out_lo, out_size, out_strides = [], [], []
-    for factors in parts:
-        out_lo.append(lo[at] if factors else 0)
-        out_size.append(size[at] if factors else 1)
-        out_strides.append(strides[at] if factors else 0)
-        at += len(factors)
-    return Piece(view, tuple(out_lo), tuple(out_size), -1, start, tuple(out_strides))
+        yield from _general_hits(table, wanted)
 
 
 def _rows(table: SortedTable, first: int, last: int) -> tuple[int, int]:
@@ -171,7 +157,9 @@ def _run_hits(table: SortedTable, start: int, stop: int, dst: int, item: int) ->
     finish = np.minimum(table.last[low:high] + 1, stop)
     src = t.start[low:high] + (begin - table.first[low:high]) * own
     at = dst + (begin - start) * item
-    for d, s, a, n in zip(at.tolist(), t.source[low:high].tolist(), src.tolist(), (finish - begin).tolist(), strict=True):
+    for d, s, a, n in zip(
+        at.tolist(), t.source[low:high].tolist(), src.tolist(), (finish - begin).tolist(), strict=True
+    ):
         if n > 0:
             yield Hit(d, (item,), s, a, (own,), (n,))
 
@@ -183,10 +171,19 @@ def _box_hits(table: SortedTable, wanted: Piece) -> Iterator[Hit]:
         for s, a in zip(t.source.tolist(), t.start.tolist(), strict=True):
             yield Hit(wanted.start, (), s, a, (), ())
         return
-    weights = suffixes(t.view)
+    yield from _meet_rows(t, _rows(table, *_corners(wanted)), wanted)
+
+
+def _corners(wanted: Piece) -> tuple[int, int]:
+    """The first and the last element of a box, counted in the flattened tensor."""
+    weights = suffixes(wanted.view)
     low = sum(i * w for i, w in zip(wanted.lo, weights, strict=True))
-    high = sum((i + n - 1) * w for i, n, w in zip(wanted.lo, wanted.size, weights, strict=True))
-    a, b = _rows(table, low, high)
+    return low, low + sum((n - 1) * w for n, w in zip(wanted.size, weights, strict=True))
+
+
+def _meet_rows(t: PieceTable, between: tuple[int, int], wanted: Piece) -> Iterator[Hit]:
+    """Where some rows of a table meet a box of its view, which has an axis at least."""
+    a, b = between
     first, stop = np.array(wanted.lo, np.int64), np.array(wanted.lo, np.int64) + np.array(wanted.size, np.int64)
     lo = np.maximum(t.lo[a:b], first)
     size = np.minimum(t.lo[a:b] + t.size[a:b], stop) - lo
@@ -195,30 +192,23 @@ def _box_hits(table: SortedTable, wanted: Piece) -> Iterator[Hit]:
         return
     lo, size = lo[rows], size[rows]
     rows = rows + a
-    strides = _row_strides(t, rows)
+    strides = strides_of(t, rows)
     src = t.start[rows] + ((lo - t.lo[rows]) * strides).sum(axis=1)
     dst = wanted.start + (lo - first) @ np.array(wanted.strides, np.int64)
-    for d, s, at, n, own in zip(dst.tolist(), t.source[rows].tolist(), src.tolist(), size.tolist(), strides.tolist(), strict=True):
+    columns = (dst.tolist(), t.source[rows].tolist(), src.tolist(), size.tolist(), strides.tolist())
+    for d, s, at, n, own in zip(*columns, strict=True):
         yield Hit(d, wanted.strides, s, at, tuple(own), tuple(n))
 
 
-def _row_strides(table: PieceTable, rows: npt.NDArray[np.intp]) -> Ints:
-    if table.strides is not None:
-        return table.strides[rows]
-    out = np.empty((len(rows), len(table.view)), np.int64)
-    step = np.full(len(rows), table.itemsize, np.int64)
-    for axis in range(len(table.view) - 1, -1, -1):
-        out[:, axis] = step
-        step = step * table.size[rows, axis]
-    return out
-
-
 def _general_hits(table: SortedTable, wanted: Piece) -> Iterator[Hit]:
-    """Views that differ: piece by piece, over the rows that can matter."""
-    weights = suffixes(wanted.view)
-    low = sum(i * w for i, w in zip(wanted.lo, weights, strict=True))
-    high = sum((i + n - 1) * w for i, n, w in zip(wanted.lo, wanted.size, weights, strict=True))
-    a, b = _rows(table, low, high)
+    """Views that differ: over the rows that can matter, as boxes of the common refinement, else piece by piece."""
+    a, b = _rows(table, *_corners(wanted))
+    fine = refinement(wanted.view, table.table.view)
+    if fine:
+        rows = refined_rows(table.table, slice(a, b), fine)
+        for part in refined(wanted, fine):
+            yield from _meet_rows(rows, (0, len(rows)), Piece(fine, *part.box, -1, part.start, part.strides))
+        return
     for row in range(a, b):
         piece = table.table[row]
         for m in meetings(wanted, piece):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ckptctl.core.view import Index
@@ -45,10 +46,7 @@ class Move(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements moved."""
-        n = 1
-        for k in self.size:
-            n *= k
-        return n
+        return math.prod(self.size)
 
     @property
     def is_run(self) -> bool:

@@ -64,7 +64,14 @@ def test_the_totals_count_what_is_moved(case):
     assert totals.read_nbytes == sum(r.nbytes for f in plan.files for r in f.segments if isinstance(r, Region))
     steps = [s for e in plan.extents() for s in plan.extent(e) if isinstance(s, Move)]
     assert (totals.moves, totals.strided) == (len(steps), sum(not s.is_run for s in steps))
-    assert totals.fills["padding"] == sum(s.nbytes for f in plan.files for s in f.segments if isinstance(s, Fill))
+    assert sum(totals.fills.values()) == sum(s.nbytes for f in plan.files for s in f.segments if isinstance(s, Fill))
+
+
+def test_totals_count_fills_by_reason():
+    segments = [Fill(5, b"ab", "alignment"), Fill(3, b"\0", "padding"), Put(b"xyz"), Fill(4, b"\0", "alignment")]
+    totals = check(Plan((OutputFile("f", lambda: segments),), SourceIndex({}, [])))
+    assert totals.fills == {"alignment": 9, "padding": 3}
+    assert (totals.extents, totals.written_nbytes, totals.largest_extent, totals.moves) == (1, 15, 15, 0)
 
 
 @st.composite

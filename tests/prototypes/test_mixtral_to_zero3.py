@@ -163,7 +163,7 @@ def converted(groups: list[list[zero.Param]], nbytes: int = 1 << 20) -> dict[str
     require_whole(index, index.tensors)
     plan = Plan(zero.zero3(groups, DP, KINDS), index, extent_nbytes=nbytes)
     totals = check(plan)
-    assert totals.written_nbytes == totals.read_nbytes + totals.fills["padding"]
+    assert totals.written_nbytes == totals.read_nbytes + totals.fills["parameter padding"]
     return dict(zip([f.path for f in plan.files], run(plan, sources), strict=True))
 
 
