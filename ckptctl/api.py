@@ -149,7 +149,9 @@ class CheckpointView(Mapping[str, TensorHandle]):
     def __enter__(self) -> CheckpointView:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -207,6 +209,8 @@ def reshard(
     return operations.reshard(src, dst, None, running, dp=dp, max_shard_size=max_shard_size)
 
 
-def diff(a: str | Path, b: str | Path, *, model_config: str | Path | None = None, memory: str = "512MiB", **flags: Any) -> dict[str, Any]:
+def diff(
+    a: str | Path, b: str | Path, *, model_config: str | Path | None = None, memory: str = "512MiB", **flags: Any
+) -> dict[str, Any]:
     """What `ckptctl diff` does; returns what its `--json` prints. flags: weights, optimizer, state, ignore_dtype, only."""
     return operations.diff(a, b, operations.Comparison(**flags), operations.Reading(model_config), memory=memory)

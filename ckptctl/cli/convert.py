@@ -1,7 +1,5 @@
 """ckptctl convert."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -13,21 +11,42 @@ from ckptctl.cli import options
 def add(app: typer.Typer) -> None:
     """Register the command."""
 
-    @app.command(epilog="Example: ckptctl convert runs/step_300 out --to hf --no-optimizer --model-config runs/config.json")
+    @app.command(
+        epilog="Example: ckptctl convert runs/step_300 out --to hf --no-optimizer --model-config runs/config.json"
+    )
     def convert(
         src: options.SRC,
         dst: options.DST,
-        to: Annotated[str, typer.Option("--to", help="The target's format: hf, torch or dcp.", metavar="FORMAT", show_default=False)],
-        dtype: Annotated[str, typer.Option("--dtype", help="Type of the weights: source, float32, bfloat16 or float16.")] = "source",
-        weights: Annotated[str, typer.Option("--weights", help="Take the weights as the run stored them (model), or their float32 masters where there are some (master).")] = "model",
-        no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Let go of moments, masters, scheduler, random state and counters.")] = False,
+        to: Annotated[
+            str,
+            typer.Option("--to", help="The target's format: hf, torch or dcp.", metavar="FORMAT", show_default=False),
+        ],
+        dtype: Annotated[
+            str, typer.Option("--dtype", help="Type of the weights: source, float32, bfloat16 or float16.")
+        ] = "source",
+        weights: Annotated[
+            str,
+            typer.Option(
+                "--weights",
+                help="Take the weights as the run stored them (model), or their float32 masters where there are some (master).",
+            ),
+        ] = "model",
+        no_optimizer: Annotated[
+            bool,
+            typer.Option("--no-optimizer", help="Let go of moments, masters, scheduler, random state and counters."),
+        ] = False,
         only: options.ONLY = None,
         exclude: options.EXCLUDE = None,
-        trainable_only: Annotated[bool, typer.Option("--trainable-only", help="Only weights that the optimizer updates.")] = False,
+        trainable_only: Annotated[
+            bool, typer.Option("--trainable-only", help="Only weights that the optimizer updates.")
+        ] = False,
         max_shard_size: options.MAX_SHARD_SIZE = "5GB",
         dp: options.DP = None,
         tp: options.TP = None,
-        index_keys: Annotated[bool, typer.Option("--index-keys", help="torch: key the optimizer's state by torch's numbers, not by names.")] = False,
+        index_keys: Annotated[
+            bool,
+            typer.Option("--index-keys", help="torch: key the optimizer's state by torch's numbers, not by names."),
+        ] = False,
         bare: Annotated[bool, typer.Option("--bare", help="hf: weights without config.json and the like.")] = False,
         model_config: options.MODEL_CONFIG = None,
         from_: options.FROM = None,

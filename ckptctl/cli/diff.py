@@ -1,7 +1,5 @@
 """ckptctl diff."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +16,18 @@ def add(app: typer.Typer) -> None:
     def diff(
         a: Annotated[Path, typer.Argument(metavar="A", help="One checkpoint.", show_default=False)],
         b: Annotated[Path, typer.Argument(metavar="B", help="The other.", show_default=False)],
-        weights: Annotated[str, typer.Option("--weights", help="Compare weights as stored (model), or float32 masters where there are some (master).")] = "model",
-        optimizer: Annotated[bool, typer.Option("--optimizer", help="Compare masters, moments, steps and group settings too.")] = False,
-        state: Annotated[bool, typer.Option("--state", help="Compare scheduler, counters and random state too.")] = False,
+        weights: Annotated[
+            str,
+            typer.Option(
+                "--weights", help="Compare weights as stored (model), or float32 masters where there are some (master)."
+            ),
+        ] = "model",
+        optimizer: Annotated[
+            bool, typer.Option("--optimizer", help="Compare masters, moments, steps and group settings too.")
+        ] = False,
+        state: Annotated[
+            bool, typer.Option("--state", help="Compare scheduler, counters and random state too.")
+        ] = False,
         ignore_dtype: Annotated[bool, typer.Option("--ignore-dtype", help="Equal if exact after widening.")] = False,
         only: options.ONLY = None,
         model_config: options.MODEL_CONFIG = None,
@@ -32,7 +39,9 @@ def add(app: typer.Typer) -> None:
     ) -> int:
         """Compare two checkpoints by value, across formats and layouts. Exit 0 equal, 1 different."""
         reading = operations.Reading(model_config, None, None, param_order)
-        what = operations.Comparison(weights=weights, optimizer=optimizer, state=state, ignore_dtype=ignore_dtype, only=tuple(only or ()))
+        what = operations.Comparison(
+            weights=weights, optimizer=optimizer, state=state, ignore_dtype=ignore_dtype, only=tuple(only or ())
+        )
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:
             result = operations.diff(a, b, what, reading, memory=memory, progress=progress)
         report.show(result, as_json=json, quiet=quiet)

@@ -1,7 +1,5 @@
 """ckptctl inspect."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """ckptctl ls."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -17,7 +15,10 @@ def add(app: typer.Typer) -> None:
     def ls(
         path: options.PATH,
         pattern: Annotated[str, typer.Argument(metavar="[GLOB]", help="Only names that match.")] = "*",
-        kind: Annotated[list[str] | None, typer.Option("--kind", help="Only this kind (weight, exp_avg, ...). May be given several times.")] = None,
+        kind: Annotated[
+            list[str] | None,
+            typer.Option("--kind", help="Only this kind (weight, exp_avg, ...). May be given several times."),
+        ] = None,
         json: options.JSON = False,
         model_config: options.MODEL_CONFIG = None,
         from_: options.FROM = None,

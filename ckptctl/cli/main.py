@@ -33,7 +33,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     """Inspect, convert and compare training checkpoints, without the framework that wrote them."""
 
@@ -44,7 +46,9 @@ for module in (inspect, ls, show, convert, reshard, diff):
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line. Returns the exit code; a user's mistake never shows a traceback."""
-    wants_json = "--json" in argv or any(k.startswith("CKPTCTL_") and k.endswith("_JSON") and v not in ("", "0", "false") for k, v in os.environ.items())
+    wants_json = "--json" in argv or any(
+        k.startswith("CKPTCTL_") and k.endswith("_JSON") and v not in ("", "0", "false") for k, v in os.environ.items()
+    )
     command = typer.main.get_command(app)
     try:
         code = command.main(args=list(argv), prog_name="ckptctl", standalone_mode=False)
@@ -60,7 +64,12 @@ def run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (MemoryError, RecursionError) as error:
-        wrapped = CkptError("the input asks for more memory than there is", why=type(error).__name__, fix="use `--memory` with a smaller value, or report this checkpoint", code="out-of-memory")
+        wrapped = CkptError(
+            "the input asks for more memory than there is",
+            why=type(error).__name__,
+            fix="use `--memory` with a smaller value, or report this checkpoint",
+            code="out-of-memory",
+        )
         text.show_error(wrapped, as_json=wants_json, command=argv[0] if argv else "")
         return wrapped.exit_code
     except OSError as error:
@@ -96,7 +105,11 @@ def _stopped() -> int:
 
 def _bug(error: Exception, wants_json: bool) -> int:
     """Something we did not think of: say so, with the traceback, as a failure of the tool and not of its user."""
-    wrapped = CkptError(f"internal error: {type(error).__name__}: {error}", fix="please report this, with the traceback on standard error", code="internal")
+    wrapped = CkptError(
+        f"internal error: {type(error).__name__}: {error}",
+        fix="please report this, with the traceback on standard error",
+        code="internal",
+    )
     traceback.print_exception(error, file=sys.stderr)
     text.show_error(wrapped, as_json=wants_json, command="")
     return wrapped.exit_code

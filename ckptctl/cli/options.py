@@ -9,22 +9,55 @@ import typer
 
 PATH = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: a folder or a file.", show_default=False)]
 SRC = Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint to read; never changed.", show_default=False)]
-DST = Annotated[Path, typer.Argument(metavar="DST", help="Where the result goes. Must not be there yet.", show_default=False)]
+DST = Annotated[
+    Path, typer.Argument(metavar="DST", help="Where the result goes. Must not be there yet.", show_default=False)
+]
 JSON = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-MODEL_CONFIG = Annotated[Path | None, typer.Option("--model-config", help="The model's config.json, or a folder that has one.", metavar="DIR|FILE")]
-FROM = Annotated[str | None, typer.Option("--from", help="The source's format; found by itself otherwise.", metavar="FORMAT")]
-STEP = Annotated[str | None, typer.Option("--step", help="Which step of a run's folder: a number, or latest.", metavar="N|latest")]
-PARAM_ORDER = Annotated[Path | None, typer.Option("--param-order", help="Names of the optimizer's parameters, one a line, in its order: for state keyed by numbers.", metavar="FILE")]
-ONLY = Annotated[list[str] | None, typer.Option("--only", help="Take only tensors whose name matches. May be given several times.", metavar="GLOB")]
-EXCLUDE = Annotated[list[str] | None, typer.Option("--exclude", help="Leave out tensors whose name matches. May be given several times.", metavar="GLOB")]
+MODEL_CONFIG = Annotated[
+    Path | None,
+    typer.Option("--model-config", help="The model's config.json, or a folder that has one.", metavar="DIR|FILE"),
+]
+FROM = Annotated[
+    str | None, typer.Option("--from", help="The source's format; found by itself otherwise.", metavar="FORMAT")
+]
+STEP = Annotated[
+    str | None, typer.Option("--step", help="Which step of a run's folder: a number, or latest.", metavar="N|latest")
+]
+PARAM_ORDER = Annotated[
+    Path | None,
+    typer.Option(
+        "--param-order",
+        help="Names of the optimizer's parameters, one a line, in its order: for state keyed by numbers.",
+        metavar="FILE",
+    ),
+]
+ONLY = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="Take only tensors whose name matches. May be given several times.", metavar="GLOB"),
+]
+EXCLUDE = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", help="Leave out tensors whose name matches. May be given several times.", metavar="GLOB"),
+]
 OVERWRITE = Annotated[bool, typer.Option("--overwrite", help="Replace DST; it stands until the result is complete.")]
 RESUME = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted job for this DST.")]
 JOBS = Annotated[int, typer.Option("--jobs", "-j", min=0, help="Threads; 0 chooses.")]
 MEMORY = Annotated[str, typer.Option("--memory", help="Memory for data, above the interpreter.", metavar="SIZE")]
-REPORT = Annotated[Path | None, typer.Option("--report", help="Write the fidelity report to a file as JSON too.", metavar="FILE")]
-DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Plan and check only: what would be read, written and needed.")]
-PLAN_OUT = Annotated[Path | None, typer.Option("--plan-out", help="Write the plan to a file as JSON lines.", metavar="FILE")]
-MAX_SHARD_SIZE = Annotated[str, typer.Option("--max-shard-size", help="Largest file of a Hugging Face folder, in bytes of tensors.", metavar="SIZE")]
+REPORT = Annotated[
+    Path | None, typer.Option("--report", help="Write the fidelity report to a file as JSON too.", metavar="FILE")
+]
+DRY_RUN = Annotated[
+    bool, typer.Option("--dry-run", help="Plan and check only: what would be read, written and needed.")
+]
+PLAN_OUT = Annotated[
+    Path | None, typer.Option("--plan-out", help="Write the plan to a file as JSON lines.", metavar="FILE")
+]
+MAX_SHARD_SIZE = Annotated[
+    str,
+    typer.Option(
+        "--max-shard-size", help="Largest file of a Hugging Face folder, in bytes of tensors.", metavar="SIZE"
+    ),
+]
 DP = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel ranks of the result.")]
 TP = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of the result.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report on the terminal; errors only.")]

@@ -1,7 +1,5 @@
 """ckptctl reshard."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -19,7 +17,12 @@ def add(app: typer.Typer) -> None:
         dst: options.DST,
         dp: options.DP = None,
         tp: options.TP = None,
-        max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", help="Largest file of a Hugging Face folder, in bytes of tensors.", metavar="SIZE")] = None,
+        max_shard_size: Annotated[
+            str | None,
+            typer.Option(
+                "--max-shard-size", help="Largest file of a Hugging Face folder, in bytes of tensors.", metavar="SIZE"
+            ),
+        ] = None,
         model_config: options.MODEL_CONFIG = None,
         from_: options.FROM = None,
         step: options.STEP = None,
@@ -40,6 +43,8 @@ def add(app: typer.Typer) -> None:
         reading = operations.Reading(model_config, from_, step, param_order)
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:
-            result = operations.reshard(src, dst, reading, running, dp=dp, tp=tp, max_shard_size=max_shard_size, progress=progress)
+            result = operations.reshard(
+                src, dst, reading, running, dp=dp, tp=tp, max_shard_size=max_shard_size, progress=progress
+            )
         report.show(result, as_json=json, quiet=quiet, verbose=verbose)
         return 0

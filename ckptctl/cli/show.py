@@ -1,7 +1,5 @@
 """ckptctl show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +15,24 @@ def add(app: typer.Typer) -> None:
     @app.command(epilog="Example: ckptctl show step_300 lm_head.weight --slice '0:4, :8' --stats")
     def show(
         path: options.PATH,
-        name: Annotated[str, typer.Argument(metavar="NAME", help="A tensor's name, or that of a value (`scheduler`).", show_default=False)],
-        kind: Annotated[str, typer.Option("--kind", help="Which of the parameter's states: weight, exp_avg, ...")] = "weight",
-        slice_: Annotated[str, typer.Option("--slice", help="Which elements, as in NumPy: '0:4, :8'. Reads only what it needs.")] = "",
-        stats: Annotated[bool, typer.Option("--stats", help="Minimum, maximum, mean, norm, and how many are NaN, infinite or zero.")] = False,
-        npy: Annotated[Path | None, typer.Option("--npy", help="Write the elements to a .npy file.", metavar="FILE")] = None,
+        name: Annotated[
+            str,
+            typer.Argument(
+                metavar="NAME", help="A tensor's name, or that of a value (`scheduler`).", show_default=False
+            ),
+        ],
+        kind: Annotated[
+            str, typer.Option("--kind", help="Which of the parameter's states: weight, exp_avg, ...")
+        ] = "weight",
+        slice_: Annotated[
+            str, typer.Option("--slice", help="Which elements, as in NumPy: '0:4, :8'. Reads only what it needs.")
+        ] = "",
+        stats: Annotated[
+            bool, typer.Option("--stats", help="Minimum, maximum, mean, norm, and how many are NaN, infinite or zero.")
+        ] = False,
+        npy: Annotated[
+            Path | None, typer.Option("--npy", help="Write the elements to a .npy file.", metavar="FILE")
+        ] = None,
         json: options.JSON = False,
         model_config: options.MODEL_CONFIG = None,
         from_: options.FROM = None,

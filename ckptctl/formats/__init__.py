@@ -47,7 +47,9 @@ FORMATS = ("foreign", "dcp", "hf", "torch")
 def reader(name: str) -> Reader:
     """A format's read module. Usage where there is none of that name."""
     if name not in FORMATS or name == "foreign":
-        raise Usage(f"there is no format {name!r}", fix=f"--from takes one of {', '.join(f for f in FORMATS if f != 'foreign')}")
+        raise Usage(
+            f"there is no format {name!r}", fix=f"--from takes one of {', '.join(f for f in FORMATS if f != 'foreign')}"
+        )
     return _module(name)
 
 
@@ -71,8 +73,16 @@ def detect(path: Path) -> Evidence:
             return Evidence(inner[0].format, f"{inner[0].why}, in {inner[0].path.relative_to(path)}", inner[0].path)
         if inner:
             listed = ", ".join(str(e.path.relative_to(path)) for e in inner[:8])
-            raise Unrecognised(f"{path} holds several checkpoints", why=listed + (", ..." if len(inner) > 8 else ""), fix="give one of them")
-    raise Unrecognised(f"no known checkpoint is at {path}", why=_contents(path), fix="give the checkpoint's folder or file; `--from FORMAT` says what it is")
+            raise Unrecognised(
+                f"{path} holds several checkpoints",
+                why=listed + (", ..." if len(inner) > 8 else ""),
+                fix="give one of them",
+            )
+    raise Unrecognised(
+        f"no known checkpoint is at {path}",
+        why=_contents(path),
+        fix="give the checkpoint's folder or file; `--from FORMAT` says what it is",
+    )
 
 
 def _detect_here(path: Path) -> Evidence | None:
@@ -95,7 +105,9 @@ def _below(path: Path) -> list[Path]:
     try:
         first = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
         second = [q for p in first for q in sorted(p.iterdir()) if q.is_dir()]
-        files = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in (".pt", ".pth", ".ckpt", ".safetensors", ".bin"))
+        files = sorted(
+            p for p in path.iterdir() if p.is_file() and p.suffix in (".pt", ".pth", ".ckpt", ".safetensors", ".bin")
+        )
     except OSError:
         return []
     return [*first, *second] if first else files

@@ -16,7 +16,15 @@ from ckptctl.core.errors import Damaged, MissingFact
 from ckptctl.core.values import Array, Record, Tree
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "network", "net", "weights", "params")
-OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizers", "optimizer_states", "opt")
+OPTIMIZER_KEYS = (
+    "optimizer",
+    "optim",
+    "optimizer_state_dict",
+    "optim_state_dict",
+    "optimizers",
+    "optimizer_states",
+    "opt",
+)
 
 
 @runtime_checkable
@@ -76,7 +84,11 @@ def find(root: Tree, is_leaf: IsLeaf) -> Found:
     if not found.model and optimizer_key is None:
         # A state dict nested by module: every tensor is the model's.
         _collect(root, "", found.model, found.rest, is_leaf)
-        found.rest = {} if found.model and all(k in found.rest for k in root) else {k: v for k, v in found.rest.items() if k in root}
+        found.rest = (
+            {}
+            if found.model and all(k in found.rest for k in root)
+            else {k: v for k, v in found.rest.items() if k in root}
+        )
     return found
 
 
@@ -84,9 +96,16 @@ def _unwrapped(root: Mapping[Any, Tree], is_leaf: IsLeaf) -> tuple[Mapping[Any, 
     """Goes down while the only dict that looks like a training state is one level deeper ("app")."""
     prefix: tuple[PathKey, ...] = ()
     for _ in range(4):
-        if _container(root, MODEL_KEYS, is_leaf) is not None or any(k in root and _is_optimizer(root[k]) for k in OPTIMIZER_KEYS):
+        if _container(root, MODEL_KEYS, is_leaf) is not None or any(
+            k in root and _is_optimizer(root[k]) for k in OPTIMIZER_KEYS
+        ):
             break
-        inner = [k for k, v in root.items() if isinstance(v, Mapping) and (_container(v, MODEL_KEYS, is_leaf) or any(_is_optimizer(v.get(o)) for o in OPTIMIZER_KEYS))]
+        inner = [
+            k
+            for k, v in root.items()
+            if isinstance(v, Mapping)
+            and (_container(v, MODEL_KEYS, is_leaf) or any(_is_optimizer(v.get(o)) for o in OPTIMIZER_KEYS))
+        ]
         if len(inner) != 1 or len(root) != 1:
             break
         prefix = (*prefix, inner[0])
@@ -98,7 +117,9 @@ def _container(root: Mapping[Any, Tree], keys: Sequence[str], is_leaf: IsLeaf) -
     """The first of keys whose value is a dict with a tensor in it. A plain state dict of a module called `model` has no such split."""
     if any(is_leaf(v) for v in root.values()):
         return None
-    return next((k for k in keys if isinstance(root.get(k), Mapping) and any(True for _ in _leaves(root[k], is_leaf))), None)
+    return next(
+        (k for k in keys if isinstance(root.get(k), Mapping) and any(True for _ in _leaves(root[k], is_leaf))), None
+    )
 
 
 def _leaves(tree: Tree, is_leaf: IsLeaf) -> Iterator[Tree]:
@@ -122,7 +143,9 @@ def _is_optimizer(value: Tree) -> bool:
     return any(isinstance(k, str) and k.startswith(("state.", "param_groups.")) for k in value)
 
 
-def _collect(tree: Mapping[Any, Tree], prefix: str, tensors: dict[str, Tree], values: dict[str, Tree], is_leaf: IsLeaf) -> None:
+def _collect(
+    tree: Mapping[Any, Tree], prefix: str, tensors: dict[str, Tree], values: dict[str, Tree], is_leaf: IsLeaf
+) -> None:
     """Tensors and other values of a (possibly nested) model dict under dotted names."""
     stack = [(prefix, tree)]
     while stack:
@@ -144,14 +167,18 @@ def _optimizer(tree: Tree, found: Found, is_leaf: IsLeaf) -> None:
     state, groups = tree.get("state"), tree.get("param_groups")
     if isinstance(state, Mapping):
         for key, entry in state.items():
-            found.states[key if isinstance(key, int) else str(key)] = {str(k): v for k, v in entry.items()} if isinstance(entry, Mapping) else {"": entry}
+            found.states[key if isinstance(key, int) else str(key)] = (
+                {str(k): v for k, v in entry.items()} if isinstance(entry, Mapping) else {"": entry}
+            )
     if isinstance(groups, (list, tuple)):
         found.groups = [{str(k): v for k, v in g.items()} for g in groups if isinstance(g, Mapping)]
     flat = {k: v for k, v in tree.items() if isinstance(k, str) and k.startswith(("state.", "param_groups."))}
     if flat:
         found.flat_optimizer = True
         _flat_optimizer(flat, found)
-    found.optimizer_options = {str(k): v for k, v in tree.items() if k not in ("state", "param_groups") and k not in flat}
+    found.optimizer_options = {
+        str(k): v for k, v in tree.items() if k not in ("state", "param_groups") and k not in flat
+    }
 
 
 def _flat_optimizer(flat: Mapping[str, Tree], found: Found) -> None:
@@ -187,7 +214,9 @@ def _same(a: Tree, b: Tree) -> bool:
 # ---- integer keys ---------------------------------------------------------------------------------------------------
 
 
-def named_states(found: Found, shapes: Mapping[str, tuple[int, ...]], where: str, order: Sequence[str] = ()) -> tuple[Optimizer, dict[tuple[str, str], Tree]]:
+def named_states(
+    found: Found, shapes: Mapping[str, tuple[int, ...]], where: str, order: Sequence[str] = ()
+) -> tuple[Optimizer, dict[tuple[str, str], Tree]]:
     """The optimizer with every parameter under its name, and its states by (name, kind).
 
     shapes are those of the model's parameters in registration order, aliases left out. Integer ids are mapped by `order` (a list of names
@@ -203,7 +232,9 @@ def named_states(found: Found, shapes: Mapping[str, tuple[int, ...]], where: str
     for key, entry in found.states.items():
         name = names.get(key, str(key))
         if keyed == "integers" and key not in names:
-            raise Damaged(f"the optimizer has state for parameter {key}, which no group lists", where=where, code="optimizer-ids")
+            raise Damaged(
+                f"the optimizer has state for parameter {key}, which no group lists", where=where, code="optimizer-ids"
+            )
         for kind, value in entry.items():
             states[name, kind] = value
     groups = []
@@ -217,7 +248,11 @@ def named_states(found: Found, shapes: Mapping[str, tuple[int, ...]], where: str
 
 def _members(group: Mapping[str, Tree]) -> list[PathKey]:
     members = group.get("params")
-    return [p if isinstance(p, int) and not isinstance(p, bool) else str(p) for p in members] if isinstance(members, (list, tuple)) else []
+    return (
+        [p if isinstance(p, int) and not isinstance(p, bool) else str(p) for p in members]
+        if isinstance(members, (list, tuple))
+        else []
+    )
 
 
 def _once(members: list[str], where: str) -> None:
@@ -228,7 +263,9 @@ def _once(members: list[str], where: str) -> None:
         seen.add(name)
 
 
-def _names_of_ids(found: Found, shapes: Mapping[str, tuple[int, ...]], where: str, order: Sequence[str]) -> dict[PathKey, str]:
+def _names_of_ids(
+    found: Found, shapes: Mapping[str, tuple[int, ...]], where: str, order: Sequence[str]
+) -> dict[PathKey, str]:
     recorded: dict[PathKey, str] = {}
     for g in found.groups:
         members, given = _members(g), g.get("param_names")
@@ -252,14 +289,25 @@ def _names_of_ids(found: Found, shapes: Mapping[str, tuple[int, ...]], where: st
     return {groups[g][i]: by_position[at] for at, (g, i) in assigned.items()}
 
 
-def _given_order(ids: list[PathKey], order: Sequence[str], found: Found, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[PathKey, str]:
+def _given_order(
+    ids: list[PathKey], order: Sequence[str], found: Found, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> dict[PathKey, str]:
     if len(order) != len(ids) or len(set(order)) != len(order):
-        raise MissingFact(f"--param-order names {len(set(order))} parameters, the optimizer has {len(ids)}", where=where, fix="list each parameter once, in the optimizer's order", code="param-order")
+        raise MissingFact(
+            f"--param-order names {len(set(order))} parameters, the optimizer has {len(ids)}",
+            where=where,
+            fix="list each parameter once, in the optimizer's order",
+            code="param-order",
+        )
     names = dict(zip(ids, order, strict=True))
     for p, name in names.items():
         shape = _shape_of(found.states.get(p), shapes)
         if name not in shapes or (shape is not None and shape != shapes[name]):
-            raise MissingFact(f"--param-order: parameter {p} is {name}, whose shape is {shapes.get(name)}, but its state has {shape}", where=where, code="param-order")
+            raise MissingFact(
+                f"--param-order: parameter {p} is {name}, whose shape is {shapes.get(name)}, but its state has {shape}",
+                where=where,
+                code="param-order",
+            )
     return names
 
 
@@ -269,7 +317,9 @@ def _shape_of(entry: Mapping[str, Tree] | None, shapes: Mapping[str, tuple[int, 
     return found[0] if found and all(s == found[0] for s in found) else None
 
 
-def _interleavings(shapes: list[tuple[int, ...]], groups: list[list[tuple[int, ...] | None]]) -> dict[int, tuple[int, int]] | str | None:
+def _interleavings(
+    shapes: list[tuple[int, ...]], groups: list[list[tuple[int, ...] | None]]
+) -> dict[int, tuple[int, int]] | str | None:
     """The one way to deal the model's parameters, in order, to the groups in theirs, so that every shape fits; a parameter may be in none.
 
     Returns {position: (group, place in it)}, None where no way fits, or a text that says why it is not one way.
@@ -338,7 +388,11 @@ def plain(tree: Tree) -> Any:
         return {str(k): plain(v) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)):
         return [plain(v) for v in tree]
-    return tree if tree is None or isinstance(tree, (bool, int, float, str)) else str(tree.cls if isinstance(tree, Record) else tree)
+    return (
+        tree
+        if tree is None or isinstance(tree, (bool, int, float, str))
+        else str(tree.cls if isinstance(tree, Record) else tree)
+    )
 
 
 def number(value: Tree) -> int | None:

@@ -25,12 +25,24 @@ def tensor_of(key: Key, ref: TensorRef, source: int) -> Tensor:
         # An expanded tensor: the same bytes stand for many elements. Reading them many times is right.
         pass
     table = PieceTable.of([Piece(ref.shape, (0,) * len(ref.shape), ref.shape, source, start, strides)], item)
-    return Tensor(key, packed(ref.dtype), ref.shape, (table,), trainable=ref.requires_grad if ref.parameter else None, why_unsupported=why)
+    return Tensor(
+        key,
+        packed(ref.dtype),
+        ref.shape,
+        (table,),
+        trainable=ref.requires_grad if ref.parameter else None,
+        why_unsupported=why,
+    )
 
 
 def same_place(a: TensorRef, b: TensorRef) -> bool:
     """Whether two tensors are one: same bytes, seen the same way."""
-    return a.storage is b.storage and (a.offset, a.shape, a.stride, a.dtype.name) == (b.offset, b.shape, b.stride, b.dtype.name)
+    return a.storage is b.storage and (a.offset, a.shape, a.stride, a.dtype.name) == (
+        b.offset,
+        b.shape,
+        b.stride,
+        b.dtype.name,
+    )
 
 
 def aliases(tensors: Mapping[str, TensorRef]) -> dict[str, str]:
@@ -52,7 +64,11 @@ def read_array(ref: TensorRef, reader: ByteSource) -> Array:
     """A small tensor as a value, its elements packed row-major. Unsupported above VALUE_LIMIT, and for strided ones of more than a megabyte."""
     nbytes = ref.dtype.nbytes(ref.shape)
     if nbytes > VALUE_LIMIT or ref.conj or ref.neg:
-        raise Unsupported(f"a tensor of {nbytes} bytes among the values is too large, or not plain", where=reader.path, why=f"shape {ref.shape}")
+        raise Unsupported(
+            f"a tensor of {nbytes} bytes among the values is too large, or not plain",
+            where=reader.path,
+            why=f"shape {ref.shape}",
+        )
     item = ref.dtype.itemsize
     start = ref.storage.start_byte + ref.offset * item
     if not nbytes:

@@ -1,10 +1,42 @@
-"""What the command line and the Python API call: one function a command, documents out. Imports below this are cheap; heavy ones are late."""
+"""What the command line and the Python API call: one function a command, documents out.
 
-from ckptctl.operations.comparing import Comparison, diff
-from ckptctl.operations.content import Conversion
-from ckptctl.operations.convert import Running, convert, reshard
-from ckptctl.operations.inspecting import inspect, ls
-from ckptctl.operations.opening import Reading, open_checkpoint
-from ckptctl.operations.showing import show
+Names are imported when first used, so that `inspect` does not wait for what only `convert` needs.
+"""
 
-__all__ = ["Comparison", "Conversion", "Reading", "Running", "convert", "diff", "inspect", "ls", "open_checkpoint", "reshard", "show"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptctl.operations.comparing import Comparison, diff
+    from ckptctl.operations.content import Conversion
+    from ckptctl.operations.converting import Running, convert, reshard
+    from ckptctl.operations.inspecting import inspect, ls
+    from ckptctl.operations.opening import Reading, open_checkpoint
+    from ckptctl.operations.showing import show
+
+_HOME = {
+    "Comparison": "comparing", "diff": "comparing", "Conversion": "content", "Running": "converting", "convert": "converting", "reshard": "converting",
+    "inspect": "inspecting", "ls": "inspecting", "Reading": "opening", "open_checkpoint": "opening", "show": "showing",
+}  # fmt: skip
+
+__all__ = [
+    "Comparison",
+    "Conversion",
+    "Reading",
+    "Running",
+    "convert",
+    "diff",
+    "inspect",
+    "ls",
+    "open_checkpoint",
+    "reshard",
+    "show",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

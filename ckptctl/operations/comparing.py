@@ -102,7 +102,9 @@ def _named(checkpoint: Checkpoint, what: Comparison) -> dict[tuple[str, str], Ke
     return {k: v for k, v in out.items() if not what.only or any(fnmatchcase(k[0], g) for g in what.only)}
 
 
-def _tied(checkpoint: Checkpoint, mine: Mapping[tuple[str, str], Key], other: Mapping[tuple[str, str], Key]) -> dict[tuple[str, str], Key]:
+def _tied(
+    checkpoint: Checkpoint, mine: Mapping[tuple[str, str], Key], other: Mapping[tuple[str, str], Key]
+) -> dict[tuple[str, str], Key]:
     """The head of a tied model where this side leaves it out and the other does not."""
     if checkpoint.facts.config is None or not is_tied(checkpoint.facts.config):
         return {}
@@ -112,7 +114,9 @@ def _tied(checkpoint: Checkpoint, mine: Mapping[tuple[str, str], Key], other: Ma
     return {(pair[0], "weight"): mine[pair[1], "weight"]}
 
 
-def _tensors(left: TensorReader, right: TensorReader, what: Comparison, found: _Found, progress: Callable[[Any], None] | None) -> None:
+def _tensors(
+    left: TensorReader, right: TensorReader, what: Comparison, found: _Found, progress: Callable[[Any], None] | None
+) -> None:
     a, b = _named(left.checkpoint, what), _named(right.checkpoint, what)
     a, b = {**a, **_tied(left.checkpoint, a, b)}, {**b, **_tied(right.checkpoint, b, a)}
     total = sum(left.checkpoint.tensors[k].nbytes for k in a.values())
@@ -128,7 +132,9 @@ def _tensors(left: TensorReader, right: TensorReader, what: Comparison, found: _
             progress(State(done, total))
 
 
-def _tensor(left: TensorReader, a: Key, right: TensorReader, b: Key, what: Comparison, name: tuple[str, str], found: _Found) -> None:
+def _tensor(
+    left: TensorReader, a: Key, right: TensorReader, b: Key, what: Comparison, name: tuple[str, str], found: _Found
+) -> None:
     x, y = left.checkpoint.tensors[a], right.checkpoint.tensors[b]
     if x.shown != y.shown:
         found.add(*name, "shape", f"{x.shown} and {y.shown}")
@@ -204,7 +210,11 @@ def _groups(a: Checkpoint, b: Checkpoint, found: _Found) -> None:
             continue
         found.compared["group settings"] += 1
         x, y = left[name], right[name]
-        unlike = [f"{k}: {x.get(k, 'absent')} and {y.get(k, 'absent')}" for k in sorted({*x, *y}) if not _alike(x.get(k, ...), y.get(k, ...))]
+        unlike = [
+            f"{k}: {x.get(k, 'absent')} and {y.get(k, 'absent')}"
+            for k in sorted({*x, *y})
+            if not _alike(x.get(k, ...), y.get(k, ...))
+        ]
         if unlike:
             found.add(name, "group", "value", "; ".join(unlike))
 

@@ -48,11 +48,19 @@ def check_flags(wanted: Conversion) -> None:
         raise Usage(f"--dtype {wanted.dtype}: there is no such choice", fix=f"one of {', '.join(DTYPE_CHOICES)}")
     if wanted.weights not in WEIGHT_CHOICES:
         raise Usage(f"--weights {wanted.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
-    for flag, value, target in (("--dp", wanted.dp, "dcp"), ("--tp", wanted.tp, "dcp"), ("--index-keys", wanted.index_keys, "torch"), ("--bare", wanted.bare, "hf")):
+    for flag, value, target in (
+        ("--dp", wanted.dp, "dcp"),
+        ("--tp", wanted.tp, "dcp"),
+        ("--index-keys", wanted.index_keys, "torch"),
+        ("--bare", wanted.bare, "hf"),
+    ):
         if value and wanted.to != target:
             raise Usage(f"{flag} is for --to {target}, not for --to {wanted.to}", fix=f"leave {flag} out")
     if wanted.tp is not None and wanted.tp > 1:
-        raise Unsupported(f"--tp {wanted.tp}: a DCP folder over a 2-D mesh is not written by this version", fix="use --dp alone: DCP loads at any mesh")
+        raise Unsupported(
+            f"--tp {wanted.tp}: a DCP folder over a 2-D mesh is not written by this version",
+            fix="use --dp alone: DCP loads at any mesh",
+        )
 
 
 def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Line]]:
@@ -80,7 +88,9 @@ def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Li
         _kept(source, states, scalars, optimizer, lines)
     collapsed = _collapsed(source, weights, wanted, lines)
     ties = {a: o for a, o in source.ties.items() if a in weights and o in weights and a not in collapsed}
-    return Content(source, weights, states, optimizer, values, source.model_values if wanted.to != "hf" else {}, ties, collapsed), lines
+    return Content(
+        source, weights, states, optimizer, values, source.model_values if wanted.to != "hf" else {}, ties, collapsed
+    ), lines
 
 
 def _matches(name: str, globs: tuple[str, ...]) -> bool:
@@ -110,7 +120,12 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
         out[key.name] = Item(used.key, used, _dtype(used, wanted.dtype))
     _unmatched(source, wanted)
     if not out:
-        raise MissingFact("no weight is left to write", why=f"{left} are left out by --only and --exclude, {untrained} by --trainable-only", fix="check the patterns with `ckptctl ls`", code="no-tensors")
+        raise MissingFact(
+            "no weight is left to write",
+            why=f"{left} are left out by --only and --exclude, {untrained} by --trainable-only",
+            fix="check the patterns with `ckptctl ls`",
+            code="no-tensors",
+        )
     _movable(out.values())
     casts: Counter[str] = Counter()
     for item in out.values():
@@ -128,10 +143,16 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
     if left:
         lines.append(Line("weights", "dropped", f"{left} tensors, left out by --only or --exclude"))
     if untrained:
-        lines.append(Line("weights", "dropped", f"{untrained} tensors that the optimizer does not update (--trainable-only)"))
+        lines.append(
+            Line("weights", "dropped", f"{untrained} tensors that the optimizer does not update (--trainable-only)")
+        )
     if source.quantized:
         if wanted.dtype != "source":
-            raise Unsupported(f"--dtype {wanted.dtype}: the weights are quantized ({source.quantized})", why="their numbers mean nothing without their scales", fix="leave --dtype out: they are copied byte for byte")
+            raise Unsupported(
+                f"--dtype {wanted.dtype}: the weights are quantized ({source.quantized})",
+                why="their numbers mean nothing without their scales",
+                fix="leave --dtype out: they are copied byte for byte",
+            )
         lines.append(Line("quantization", "carried", f"{source.quantized}: packed tensors are copied byte for byte"))
     return out
 
@@ -152,7 +173,11 @@ def _dtype(tensor: Tensor, choice: str) -> DType:
 def _movable(items: object) -> None:
     for item in items:  # type: ignore[attr-defined]
         if item.tensor.why_unsupported:
-            raise Unsupported(f"{item.key.name} ({item.key.kind}) cannot be moved", why=item.tensor.why_unsupported, fix=f"leave it out with --exclude '{item.key.name}'")
+            raise Unsupported(
+                f"{item.key.name} ({item.key.kind}) cannot be moved",
+                why=item.tensor.why_unsupported,
+                fix=f"leave it out with --exclude '{item.key.name}'",
+            )
 
 
 def _refuse_losing(source: Checkpoint, wanted: Conversion, states: Mapping[tuple[str, str], Item]) -> None:
@@ -164,15 +189,25 @@ def _refuse_losing(source: Checkpoint, wanted: Conversion, states: Mapping[tuple
         )  # fmt: skip
 
 
-def _selected_states(states: dict[tuple[str, str], Item], weights: Mapping[str, Item], source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[tuple[str, str], Item]:
+def _selected_states(
+    states: dict[tuple[str, str], Item],
+    weights: Mapping[str, Item],
+    source: Checkpoint,
+    wanted: Conversion,
+    lines: list[Line],
+) -> dict[tuple[str, str], Item]:
     names = {k.name for k in source.tensors if k.kind in WEIGHTS}
     kept = {k: i for k, i in states.items() if k[0] in weights or (k[0] not in names and _chosen(k[0], wanted))}
     if len(kept) < len(states):
-        lines.append(Line("optimizer state", "dropped", f"{len(states) - len(kept)} tensors of weights that are left out"))
+        lines.append(
+            Line("optimizer state", "dropped", f"{len(states) - len(kept)} tensors of weights that are left out")
+        )
     return kept
 
 
-def _selected_groups(optimizer: Optimizer | None, weights: Mapping[str, Item], states: Mapping[tuple[str, str], Item], wanted: Conversion) -> Optimizer | None:
+def _selected_groups(
+    optimizer: Optimizer | None, weights: Mapping[str, Item], states: Mapping[tuple[str, str], Item], wanted: Conversion
+) -> Optimizer | None:
     if optimizer is None or not (wanted.only or wanted.exclude or wanted.trainable_only):
         return optimizer
     have = set(weights) | {name for name, _ in states}
@@ -191,7 +226,13 @@ def _dropped(source: Checkpoint, states: Mapping[tuple[str, str], Item], wanted:
         lines.append(Line("optimizer state", "absent", "the source has none"))
 
 
-def _kept(source: Checkpoint, states: Mapping[tuple[str, str], Item], scalars: Mapping[tuple[str, str], object], optimizer: Optimizer | None, lines: list[Line]) -> None:
+def _kept(
+    source: Checkpoint,
+    states: Mapping[tuple[str, str], Item],
+    scalars: Mapping[tuple[str, str], object],
+    optimizer: Optimizer | None,
+    lines: list[Line],
+) -> None:
     counts: dict[str, list[Item]] = {}
     for (_, kind), item in states.items():
         counts.setdefault(kind, []).append(item)
@@ -203,8 +244,18 @@ def _kept(source: Checkpoint, states: Mapping[tuple[str, str], Item], scalars: M
     if optimizer is None:
         lines.append(Line("optimizer state", "absent", "the source has none"))
     elif optimizer.groups:
-        order = "" if optimizer.order_known else "; put together by equal settings, in the model's order: the source keeps no groups"
-        lines.append(Line("param groups", "carried", f"{len(optimizer.groups)} groups of {sum(len(g.params) for g in optimizer.groups)} parameters{order}"))
+        order = (
+            ""
+            if optimizer.order_known
+            else "; put together by equal settings, in the model's order: the source keeps no groups"
+        )
+        lines.append(
+            Line(
+                "param groups",
+                "carried",
+                f"{len(optimizer.groups)} groups of {sum(len(g.params) for g in optimizer.groups)} parameters{order}",
+            )
+        )
     else:
         lines.append(Line("param groups", "absent", "the source has none"))
 
@@ -225,11 +276,21 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
                 lines.append(Line(label, "absent", "the source has none"))
             continue
         kept = [n for n in names if n in out]
-        why = "--no-optimizer" if wanted.no_optimizer and part != "other" else "a Hugging Face folder has no place for it"
-        lines.append(Line(label, "carried" if kept else "dropped", ", ".join(names) if kept else f"{', '.join(names)}: {why}"))
+        why = (
+            "--no-optimizer" if wanted.no_optimizer and part != "other" else "a Hugging Face folder has no place for it"
+        )
+        lines.append(
+            Line(label, "carried" if kept else "dropped", ", ".join(names) if kept else f"{', '.join(names)}: {why}")
+        )
     if source.model_values:
         fate = "dropped" if wanted.to == "hf" else "carried"
-        lines.append(Line("values among the weights", fate, ", ".join(list(source.model_values)[:4]) + (": no tensors" if wanted.to == "hf" else "")))
+        lines.append(
+            Line(
+                "values among the weights",
+                fate,
+                ", ".join(list(source.model_values)[:4]) + (": no tensors" if wanted.to == "hf" else ""),
+            )
+        )
     return out
 
 
@@ -241,7 +302,9 @@ def tied_pair(source: Checkpoint, names: Mapping[str, object]) -> tuple[str, str
     return head_and_embedding(names)
 
 
-def _collapsed(source: Checkpoint, weights: Mapping[str, Item], wanted: Conversion, lines: list[Line]) -> frozenset[str]:
+def _collapsed(
+    source: Checkpoint, weights: Mapping[str, Item], wanted: Conversion, lines: list[Line]
+) -> frozenset[str]:
     """Aliases that a Hugging Face folder leaves out, since its config ties them. Equality of separate copies is checked before by value."""
     pair = tied_pair(source, weights) if wanted.to == "hf" else None
     out = set()

@@ -35,11 +35,17 @@ def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool =
     return document
 
 
-def ls(path: Path | str, pattern: str = "*", reading: Reading | None = None, *, kinds: tuple[str, ...] = ()) -> Document:
+def ls(
+    path: Path | str, pattern: str = "*", reading: Reading | None = None, *, kinds: tuple[str, ...] = ()
+) -> Document:
     """The tensors whose names match (schema ckptctl.ls/1)."""
     checkpoint, _ = open_checkpoint(path, reading)
     require_tensors(checkpoint)
-    found = [described(k, t) for k, t in checkpoint.tensors.items() if fnmatchcase(k.name, pattern) and (not kinds or k.kind in kinds)]
+    found = [
+        described(k, t)
+        for k, t in checkpoint.tensors.items()
+        if fnmatchcase(k.name, pattern) and (not kinds or k.kind in kinds)
+    ]
     return {"schema": "ckptctl.ls/1", "path": checkpoint.root, "format": checkpoint.format, "tensors": found}
 
 
@@ -47,7 +53,14 @@ def described(key: Key, tensor: Tensor) -> Document:
     """One tensor as `--json` shows it. pieces counts the places that hold it; nothing is located for that."""
     pieces = getattr(tensor.pieces, "count", None)
     number = pieces if isinstance(pieces, int) else sum(map(len, tensor.pieces))
-    return {"name": key.name, "kind": key.kind, "dtype": tensor.dtype.name, "shape": list(tensor.shown), "bytes": tensor.nbytes, "pieces": number}
+    return {
+        "name": key.name,
+        "kind": key.kind,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shown),
+        "bytes": tensor.nbytes,
+        "pieces": number,
+    }
 
 
 def _kinds(checkpoint: Checkpoint) -> Document:
@@ -72,8 +85,12 @@ def _state(checkpoint: Checkpoint) -> dict[str, str]:
     for key in checkpoint.tensors:
         if is_state(key):
             by_kind.setdefault(key.kind, set()).add(key.name)
-    moments = set().union(*(names for kind, names in by_kind.items() if kind not in ("master", "step", "ema", "other")), set())
-    steps = by_kind.get("step", set()) | {n for n, kind in (checkpoint.optimizer.scalars if checkpoint.optimizer else {}) if kind == "step"}
+    moments = set().union(
+        *(names for kind, names in by_kind.items() if kind not in ("master", "step", "ema", "other")), set()
+    )
+    steps = by_kind.get("step", set()) | {
+        n for n, kind in (checkpoint.optimizer.scalars if checkpoint.optimizer else {}) if kind == "step"
+    }
     groups = bool(checkpoint.optimizer and checkpoint.optimizer.groups)
 
     def share(names: set[str]) -> str:
@@ -100,7 +117,10 @@ def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:
 def _groups(checkpoint: Checkpoint) -> list[Document]:
     if checkpoint.optimizer is None:
         return []
-    return [{"parameters": len(g.params), "settings": {k: plain(v) for k, v in g.options.items()}} for g in checkpoint.optimizer.groups]
+    return [
+        {"parameters": len(g.params), "settings": {k: plain(v) for k, v in g.options.items()}}
+        for g in checkpoint.optimizer.groups
+    ]
 
 
 def _frozen(checkpoint: Checkpoint) -> list[str]:
@@ -108,7 +128,11 @@ def _frozen(checkpoint: Checkpoint) -> list[str]:
     updated = {k.name for k in checkpoint.tensors if is_state(k) and k.kind not in ("master", "ema", "other")}
     if not updated:
         return []
-    return [k.name for k in checkpoint.tensors if k.kind in WEIGHTS and k.name not in updated and k.name not in checkpoint.ties]
+    return [
+        k.name
+        for k in checkpoint.tensors
+        if k.kind in WEIGHTS and k.name not in updated and k.name not in checkpoint.ties
+    ]
 
 
 def plain(tree: Tree, depth: int = 0) -> Any:

@@ -52,23 +52,34 @@ def _given_config(path: Path | str | None) -> Facts:
         return Facts()
     file = Path(path)
     if file.is_dir():
-        file = next((f for f in (file / "config.json", file / "huggingface" / "config.json") if f.is_file()), file / "config.json")
+        file = next(
+            (f for f in (file / "config.json", file / "huggingface" / "config.json") if f.is_file()),
+            file / "config.json",
+        )
     if not file.is_file():
-        raise MissingFile(f"--model-config: there is no file {file}", fix="give a config.json, or a folder that has one")
+        raise MissingFile(
+            f"--model-config: there is no file {file}", fix="give a config.json, or a folder that has one"
+        )
     return read_config(file, str(file))
 
 
 def read_config(file: Path, origin: str) -> Facts:
     """A config.json as facts. Damaged where it is no JSON object."""
     if file.stat().st_size > _CONFIG_LIMIT:
-        raise Damaged(f"the config has {file.stat().st_size} bytes, more than {_CONFIG_LIMIT}", where=origin, code="config-too-large")
+        raise Damaged(
+            f"the config has {file.stat().st_size} bytes, more than {_CONFIG_LIMIT}",
+            where=origin,
+            code="config-too-large",
+        )
     text = file.read_bytes()
     try:
         config: Any = json.loads(text)
     except (ValueError, RecursionError) as err:
         raise Damaged("the config is no JSON", where=origin, why=str(err), code="config-not-json") from err
     if not isinstance(config, dict):
-        raise Damaged("the config is no JSON object", where=origin, why=f"it is a {type(config).__name__}", code="config-not-json")
+        raise Damaged(
+            "the config is no JSON object", where=origin, why=f"it is a {type(config).__name__}", code="config-not-json"
+        )
     return Facts(config, text, origin)
 
 
@@ -78,7 +89,9 @@ def _order(path: Path | str | None) -> tuple[str, ...]:
     file = Path(path)
     if not file.is_file():
         raise MissingFile(f"--param-order: there is no file {file}")
-    return tuple(line for line in (raw.strip() for raw in file.read_text().splitlines()) if line and not line.startswith("#"))
+    return tuple(
+        line for line in (raw.strip() for raw in file.read_text().splitlines()) if line and not line.startswith("#")
+    )
 
 
 STEP_FOLDERS = ("step-", "step_", "checkpoint-", "checkpoint_", "global_step", "iter_", "step")
@@ -106,7 +119,9 @@ def step_folder(path: Path, wanted: str | None) -> Path:
     if wanted not in (None, "latest"):
         if not wanted.isdigit() or int(wanted) not in steps:
             listed = ", ".join(map(str, sorted(steps))) or "none"
-            raise Unrecognised(f"step {wanted} is not in {path}", why=f"steps there: {listed}", fix="give one of them, or latest")
+            raise Unrecognised(
+                f"step {wanted} is not in {path}", why=f"steps there: {listed}", fix="give one of them, or latest"
+            )
         return steps[int(wanted)]
     if len(steps) < 2:
         return path
@@ -135,4 +150,9 @@ def require_safe(checkpoint: Checkpoint) -> None:
 def require_tensors(checkpoint: Checkpoint) -> None:
     """Unrecognised where there is no tensor at all."""
     if not checkpoint.tensors:
-        raise Unrecognised("the checkpoint holds no tensor", where=checkpoint.root, code="no-tensors", fix="check that this is the right file or folder")
+        raise Unrecognised(
+            "the checkpoint holds no tensor",
+            where=checkpoint.root,
+            code="no-tensors",
+            fix="check that this is the right file or folder",
+        )

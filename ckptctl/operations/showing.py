@@ -102,18 +102,36 @@ def show(
         value = _value(checkpoint, name)
         if value is not None:
             return {"schema": "ckptctl.show/1", "name": name, "value": value[0]}
-        raise Unrecognised(f"there is no {kind} called {name}", where=checkpoint.root, why=_near(checkpoint, name), fix="see the names with `ckptctl ls`")
+        raise Unrecognised(
+            f"there is no {kind} called {name}",
+            where=checkpoint.root,
+            why=_near(checkpoint, name),
+            fix="see the names with `ckptctl ls`",
+        )
     tensor = checkpoint.tensors[key]
     if tensor.why_unsupported:
         raise Unsupported(f"{name} cannot be read", why=tensor.why_unsupported)
     budget = parse_size(memory, "--memory")
-    document: dict[str, Any] = {"schema": "ckptctl.show/1", "name": name, "kind": kind, "dtype": tensor.dtype.name, "shape": list(tensor.shown), "slice": selection}
+    document: dict[str, Any] = {
+        "schema": "ckptctl.show/1",
+        "name": name,
+        "kind": kind,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shown),
+        "slice": selection,
+    }
     with TensorReader(checkpoint, budget // 4) as reader:
         if stats:
-            document["stats"] = statistics(reader, key) if not selection else _statistics_of([_chosen(reader, key, selection, budget)])
+            document["stats"] = (
+                statistics(reader, key) if not selection else _statistics_of([_chosen(reader, key, selection, budget)])
+            )
         if npy is not None:
             array = _chosen(reader, key, selection, budget)
-            np.save(npy, array if array.dtype.kind in "biufc" else array.view(f"u{array.dtype.itemsize}"), allow_pickle=False)
+            np.save(
+                npy,
+                array if array.dtype.kind in "biufc" else array.view(f"u{array.dtype.itemsize}"),
+                allow_pickle=False,
+            )
             document["npy"] = str(npy)
         elif not stats:
             document |= _printed(reader, key, tensor, selection, budget)
@@ -126,10 +144,15 @@ def _chosen(reader: TensorReader, key: Key, selection: str, budget: int) -> npt.
     try:
         box = select(index, tensor.shape)
     except IndexError as err:
-        raise Usage(f"--slice {selection!r} does not fit {key.name}", why=f"{err}; its shape is {tensor.shape}") from err
+        raise Usage(
+            f"--slice {selection!r} does not fit {key.name}", why=f"{err}; its shape is {tensor.shape}"
+        ) from err
     nbytes = math.prod(box.size) * tensor.dtype.itemsize
     if nbytes > budget:
-        raise Usage(f"{nbytes} bytes of {key.name} are more than --memory allows ({budget})", fix="take a --slice, or raise --memory")
+        raise Usage(
+            f"{nbytes} bytes of {key.name} are more than --memory allows ({budget})",
+            fix="take a --slice, or raise --memory",
+        )
     return selected(reader, key, index)
 
 
@@ -187,13 +210,20 @@ def _statistics_of(chunks: Any) -> dict[str, Any]:
 def _value(checkpoint: Checkpoint, name: str) -> tuple[Any] | None:
     """A value by name, or by a dotted path inside one; wrapped, since None is a value."""
     if name in ("param_groups", "groups") and checkpoint.optimizer is not None:
-        return ([{**{k: plain(v) for k, v in g.options.items()}, "params": list(g.params)} for g in checkpoint.optimizer.groups],)
+        return (
+            [
+                {**{k: plain(v) for k, v in g.options.items()}, "params": list(g.params)}
+                for g in checkpoint.optimizer.groups
+            ],
+        )
     at: Any = checkpoint.values
     rest = name
     while rest:
         if not isinstance(at, Mapping):
             return None
-        found = next((k for k in sorted(map(str, at), key=len, reverse=True) if rest == k or rest.startswith(k + ".")), None)
+        found = next(
+            (k for k in sorted(map(str, at), key=len, reverse=True) if rest == k or rest.startswith(k + ".")), None
+        )
         if found is None:
             return None
         at = next(v for k, v in at.items() if str(k) == found)

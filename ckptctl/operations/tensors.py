@@ -57,7 +57,9 @@ class TensorReader:
         for start in range(0, tensor.numel, step):
             yield start, self.run(key, start, min(tensor.numel, start + step))
 
-    def array(self, key: Key, lo: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+    def array(
+        self, key: Key, lo: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
+    ) -> npt.NDArray[Any]:
         """A box (default: all) as a NumPy array of the tensor's type, ml_dtypes' where NumPy has none."""
         tensor = self.checkpoint.tensors[key]
         lo = (0,) * len(tensor.shape) if lo is None else lo
@@ -71,7 +73,9 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -27,10 +27,17 @@ def nbytes(n: int | None) -> str:
 def show_error(error: CkptError, *, as_json: bool, command: str) -> None:
     """An error: what, where, why and what to do, on stderr; with as_json the document too, on stdout."""
     if as_json:
-        document = {"schema": f"ckptctl.{command or 'error'}/1", "error": {"exit_code": error.exit_code, **error.as_dict()}}
+        document = {
+            "schema": f"ckptctl.{command or 'error'}/1",
+            "error": {"exit_code": error.exit_code, **error.as_dict()},
+        }
         sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     lines = [f"error[{error.code}]: {_clean(error.what)}"]
-    lines += [f"  {label:<5}  {_clean(value)}" for label, value in (("where", error.where), ("why", error.why), ("fix", error.fix)) if value]
+    lines += [
+        f"  {label:<5}  {_clean(value)}"
+        for label, value in (("where", error.where), ("why", error.why), ("fix", error.fix))
+        if value
+    ]
     sys.stderr.write("\n".join(lines) + "\n")
 
 
@@ -45,7 +52,10 @@ def _table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) ->
     if not sys.stdout.isatty():
         widths = [max([len(title), *(len(r[i]) for r in cells)]) for i, (title, _) in enumerate(columns)]
         for row in [[t for t, _ in columns], *cells]:
-            line = "  ".join(c.rjust(w) if columns[i][1] == "right" else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            line = "  ".join(
+                c.rjust(w) if columns[i][1] == "right" else c.ljust(w)
+                for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
             sys.stdout.write(line.rstrip() + "\n")
         return
     from rich import box
@@ -79,13 +89,21 @@ def inspect(d: Document, verbose: bool = False) -> None:
         ]
     )  # fmt: skip
     sys.stdout.write("\n")
-    rows = [(k, v["tensors"], f"{v['numel']:,}", nbytes(v["bytes"]), ", ".join(v["dtypes"])) for k, v in d["kinds"].items()]
+    rows = [
+        (k, v["tensors"], f"{v['numel']:,}", nbytes(v["bytes"]), ", ".join(v["dtypes"])) for k, v in d["kinds"].items()
+    ]
     _table((("kind", "left"), ("tensors", "right"), ("elements", "right"), ("size", "right"), ("types", "left")), rows)
     sys.stdout.write("\n")
     _table((("training state", "left"), ("", "left")), list(d["state"].items()))
     if d["groups"]:
         sys.stdout.write("\n")
-        _table((("group", "right"), ("parameters", "right"), ("settings", "left")), [(i, g["parameters"], ", ".join(f"{k} {v}" for k, v in g["settings"].items())) for i, g in enumerate(d["groups"])])
+        _table(
+            (("group", "right"), ("parameters", "right"), ("settings", "left")),
+            [
+                (i, g["parameters"], ", ".join(f"{k} {v}" for k, v in g["settings"].items()))
+                for i, g in enumerate(d["groups"])
+            ],
+        )
     for alias, owner in d["ties"].items():
         sys.stdout.write(f"tied: {_clean(alias)} is {_clean(owner)}\n")
     for u in d["unsafe"]:
@@ -98,8 +116,21 @@ def inspect(d: Document, verbose: bool = False) -> None:
 
 
 def _tensors(tensors: Sequence[Document]) -> None:
-    rows = [(t["name"], t["kind"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", nbytes(t["bytes"]), t["pieces"]) for t in tensors]
-    _table((("name", "left"), ("kind", "left"), ("type", "left"), ("shape", "left"), ("size", "right"), ("pieces", "right")), rows)
+    rows = [
+        (t["name"], t["kind"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", nbytes(t["bytes"]), t["pieces"])
+        for t in tensors
+    ]
+    _table(
+        (
+            ("name", "left"),
+            ("kind", "left"),
+            ("type", "left"),
+            ("shape", "left"),
+            ("size", "right"),
+            ("pieces", "right"),
+        ),
+        rows,
+    )
 
 
 def ls(d: Document, verbose: bool = False) -> None:
@@ -114,7 +145,15 @@ def show_tensor(d: Document, verbose: bool = False) -> None:
     if "value" in d:
         sys.stdout.write(json.dumps(d["value"], indent=2, ensure_ascii=False, default=str) + "\n")
         return
-    _pairs([("name", d["name"]), ("kind", d["kind"]), ("type", d["dtype"]), ("shape", d["shape"]), *([("slice", d["slice"])] if d["slice"] else [])])
+    _pairs(
+        [
+            ("name", d["name"]),
+            ("kind", d["kind"]),
+            ("type", d["dtype"]),
+            ("shape", d["shape"]),
+            *([("slice", d["slice"])] if d["slice"] else []),
+        ]
+    )
     if d.get("stats"):
         sys.stdout.write("\n")
         _pairs(list(d["stats"].items()))
@@ -127,7 +166,10 @@ def show_tensor(d: Document, verbose: bool = False) -> None:
 def convert(d: Document, verbose: bool = False) -> None:
     """The text of `convert` and `reshard`: the fidelity report, then what was done, or would be."""
     plan = d["plan"]
-    _table((("part", "left"), ("fate", "left"), ("detail", "left")), [(line["part"], line["fate"], line["detail"]) for line in d["fidelity"]])
+    _table(
+        (("part", "left"), ("fate", "left"), ("detail", "left")),
+        [(line["part"], line["fate"], line["detail"]) for line in d["fidelity"]],
+    )
     for w in d["warnings"]:
         sys.stderr.write(f"warning: {_clean(w)}\n")
     sys.stdout.write("\n")
@@ -138,7 +180,7 @@ def convert(d: Document, verbose: bool = False) -> None:
                 ("would read" if d["dry_run"] else "read", nbytes(plan["read_bytes"])),
                 ("would write" if d["dry_run"] else "wrote", f"{nbytes(plan['written_bytes'])} in {plan['files']} files"),
                 ("copies", f"{plan['copies']:,} ({plan['strided_copies']:,} strided; shortest run {plan['shortest_run_bytes']} bytes; source read {plan['reread_factor']} times)"),
-                ("casts", casts), ("memory", f"at most {nbytes(plan['memory_bytes'])} for data; index {nbytes(plan['index_memory_bytes'])}"),
+                ("source", _source_bytes(d["source_bytes"])), ("casts", casts), ("memory", f"at most {nbytes(plan['memory_bytes'])} for data; index {nbytes(plan['index_memory_bytes'])}"),
                 ("disk", f"{nbytes(plan['space_needed_bytes'])} needed, {nbytes(plan['space_free_bytes'])} free"),
             ]
         )  # fmt: skip
@@ -148,7 +190,14 @@ def convert(d: Document, verbose: bool = False) -> None:
     result = d["result"]
     rate = result["written_bytes"] / max(result["seconds"], 1e-9)
     resumed = f", {nbytes(result['resumed_bytes'])} of it before" if result["resumed_bytes"] else ""
-    sys.stdout.write(f"wrote {nbytes(plan['written_bytes'])}{resumed} to {d['target']['path']} in {result['seconds']:.1f} s ({nbytes(int(rate))}/s)\n")
+    sys.stdout.write(
+        f"wrote {nbytes(plan['written_bytes'])}{resumed} to {d['target']['path']} in {result['seconds']:.1f} s ({nbytes(int(rate))}/s)\n"
+    )
+
+
+def _source_bytes(spent: Document) -> str:
+    dropped = ", ".join(f"{nbytes(n)} {kind}" for kind, n in spent["dropped"].items()) or "nothing"
+    return f"{nbytes(spent['total'])}: {nbytes(spent['used'])} used, dropped {dropped}, {nbytes(spent['gaps'])} {spent['gap_reason']}"
 
 
 def diff(d: Document, verbose: bool = False) -> None:

@@ -47,7 +47,12 @@ class DataFiles:
             if found is None:
                 path = self.folder / self.names[number]
                 if not path.is_file():
-                    raise MissingFile(f"{self.names[number]} is missing", where=str(self.folder), why="the metadata names it", fix="copy the file; without it the tensors in it cannot be read")
+                    raise MissingFile(
+                        f"{self.names[number]} is missing",
+                        where=str(self.folder),
+                        why="the metadata names it",
+                        fix="copy the file; without it the tensors in it cannot be read",
+                    )
                 if len(self._open) >= _OPEN_FILES:
                     self._open.pop(next(iter(self._open))).close()
                 found = self._open[number] = FileBytes(path, name=self.names[number])
@@ -73,7 +78,13 @@ class Heads:
         reader = self.files.get(int(chunks.file[row]))
         where = f"{reader.path}, item at byte {offset}"
         if offset + length > reader.nbytes:
-            raise Damaged(f"an item of {chunks.name} goes past the end of its file", where=where, why=f"it should stop at byte {offset + length}, the file has {reader.nbytes}", fix="copy the file again", code="data-truncated")
+            raise Damaged(
+                f"an item of {chunks.name} goes past the end of its file",
+                where=where,
+                why=f"it should stop at byte {offset + length}, the file has {reader.nbytes}",
+                fix="copy the file again",
+                code="data-truncated",
+            )
         wanted = HEAD_NBYTES
         while True:
             head = self._head(reader, offset, length, chunks.codec, wanted, where)
@@ -81,7 +92,13 @@ class Heads:
             if found is not None:
                 return found
             if len(head) < wanted or wanted > 1 << 24:
-                raise Damaged(f"an item of {chunks.name} has no tensor data", where=where, why="its archive lacks data.pkl or data/0", fix="copy the file again", code="storage-missing")
+                raise Damaged(
+                    f"an item of {chunks.name} has no tensor data",
+                    where=where,
+                    why="its archive lacks data.pkl or data/0",
+                    fix="copy the file again",
+                    code="storage-missing",
+                )
             wanted *= 8
 
     def _head(self, reader: FileBytes, offset: int, length: int, codec: str, wanted: int, where: str) -> bytes:
@@ -91,13 +108,25 @@ class Heads:
 
     def _locate(self, head: bytes, where: str, name: str) -> tuple[int, TensorRef] | None:
         if head[:1] == b"{" or head[8:9] == b"{":
-            raise Unsupported(f"{name} lies in a safetensors blob inside a .distcp file, which this version does not read", where=where, fix="save with the default serialization format")
+            raise Unsupported(
+                f"{name} lies in a safetensors blob inside a .distcp file, which this version does not read",
+                where=where,
+                fix="save with the default serialization format",
+            )
         if head[:2] == b"\x80\x02" and head[2:4] != b"PK":
-            raise Unsupported(f"{name} is an item in torch's stream format", where=where, fix="save with the default zip format")
+            raise Unsupported(
+                f"{name} is an item in torch's stream format", where=where, fix="save with the default zip format"
+            )
         try:
             records = first_records(head)
         except Damaged as err:
-            raise Damaged(f"an item of {name} is no torch archive", where=where, why=f"it begins with {head[:4]!r}", fix="copy the file again", code="archive-truncated") from err
+            raise Damaged(
+                f"an item of {name} is no torch archive",
+                where=where,
+                why=f"it begins with {head[:4]!r}",
+                fix="copy the file again",
+                code="archive-truncated",
+            ) from err
         by_tail = {n.split("/", 1)[-1]: place for n, place in records.items()}
         if "data/0" not in by_tail or "data.pkl" not in by_tail:
             return None
@@ -112,7 +141,11 @@ class Heads:
             loaded = load(pickle, where, persistent=Storages(where), rebuild=CALLS)
             tree = loaded.tree
             if not isinstance(tree, TensorRef):
-                raise Unsupported(f"an item of {name} holds no plain tensor", where=where, why=f"it holds {', '.join(sorted(str(g) for g in loaded.globals))[:200]}")
+                raise Unsupported(
+                    f"an item of {name} holds no plain tensor",
+                    where=where,
+                    why=f"it holds {', '.join(sorted(str(g) for g in loaded.globals))[:200]}",
+                )
             found = tree
             if len(self._parsed) < 4096:
                 self._parsed[pickle] = found
@@ -132,7 +165,9 @@ def decoded_prefix(data: bytes, wanted: int, where: str) -> bytes:
                 break
             out += got
     except zstandard.ZstdError as err:
-        raise Damaged("an item is no zstd frame", where=where, why=str(err), fix="copy the file again", code="archive-truncated") from err
+        raise Damaged(
+            "an item is no zstd frame", where=where, why=str(err), fix="copy the file again", code="archive-truncated"
+        ) from err
     return out
 
 
@@ -190,14 +225,30 @@ class LazyTable(Sequence[PieceTable]):
         c = self.chunks
         where = f"{self.heads.files.names[int(c.file[row])]}, item at byte {int(c.offset[row])}"
         if ref.dtype.name != c.dtype.name or ref.shape != size:
-            raise Damaged(f"an item of {c.name} is not what the metadata says", where=where, why=f"the item is {ref.dtype.name} {ref.shape}, the metadata says {c.dtype.name} {size}", fix="copy the checkpoint again", code="item-differs")
+            raise Damaged(
+                f"an item of {c.name} is not what the metadata says",
+                where=where,
+                why=f"the item is {ref.dtype.name} {ref.shape}, the metadata says {c.dtype.name} {size}",
+                fix="copy the checkpoint again",
+                code="item-differs",
+            )
         if ref.conj or ref.neg:
             raise Unsupported(f"{c.name} is stored with its conjugate or negative bit set", where=where)
         last = ref.offset + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
         if ref.offset < 0 or any(s < 0 for s in ref.stride) or last >= ref.storage.numel:
-            raise Damaged(f"an item of {c.name} views elements outside its storage", where=where, why=f"element {last} of {ref.storage.numel}", code="storage-size-mismatch")
+            raise Damaged(
+                f"an item of {c.name} views elements outside its storage",
+                where=where,
+                why=f"element {last} of {ref.storage.numel}",
+                code="storage-size-mismatch",
+            )
         if not c.codec and at + ref.storage.numel * item > int(c.length[row]):
-            raise Damaged(f"an item of {c.name} is too short for its data", where=where, why=f"{at + ref.storage.numel * item} bytes are needed, the item has {int(c.length[row])}", code="data-truncated")
+            raise Damaged(
+                f"an item of {c.name} is too short for its data",
+                where=where,
+                why=f"{at + ref.storage.numel * item} bytes are needed, the item has {int(c.length[row])}",
+                code="data-truncated",
+            )
 
 
 def read_object(item: ByteItem, files: DataFiles) -> tuple[Tree, TorchFile]:
@@ -205,9 +256,19 @@ def read_object(item: ByteItem, files: DataFiles) -> tuple[Tree, TorchFile]:
     reader = files.get(item.file)
     where = f"{reader.path}, {item.name}"
     if item.offset + item.length > reader.nbytes:
-        raise Damaged(f"the item {item.name} goes past the end of its file", where=where, why=f"it should stop at byte {item.offset + item.length}, the file has {reader.nbytes}", fix="copy the file again", code="data-truncated")
+        raise Damaged(
+            f"the item {item.name} goes past the end of its file",
+            where=where,
+            why=f"it should stop at byte {item.offset + item.length}, the file has {reader.nbytes}",
+            fix="copy the file again",
+            code="data-truncated",
+        )
     if item.length > BYTE_ITEM_LIMIT:
-        raise Unsupported(f"the item {item.name} has {item.length} bytes", where=where, why=f"objects of up to {BYTE_ITEM_LIMIT} bytes are read")
+        raise Unsupported(
+            f"the item {item.name} has {item.length} bytes",
+            where=where,
+            why=f"objects of up to {BYTE_ITEM_LIMIT} bytes are read",
+        )
     data = reader.read(item.offset, item.length)
     held = HeldBytes(decoded_prefix(data, BYTE_ITEM_LIMIT, where) if item.codec else data, where)
     opened = open_torch(held)

@@ -96,16 +96,28 @@ KNOWN = {
 def read_index(reader: ByteSource) -> Index:
     """The index of a folder. Damaged where a chunk has no item, a name leads outside the folder, or numbers make no sense."""
     if reader.nbytes > _METADATA_LIMIT:
-        raise Damaged(f"the metadata has {reader.nbytes} bytes, more than {_METADATA_LIMIT}", where=reader.path, code="header-too-large")
+        raise Damaged(
+            f"the metadata has {reader.nbytes} bytes, more than {_METADATA_LIMIT}",
+            where=reader.path,
+            code="header-too-large",
+        )
     loaded = load(reader.read(0, reader.nbytes), reader.path, known=KNOWN)
     tree = loaded.tree
     if not isinstance(tree, dict) or not isinstance(tree.get("state_dict_metadata"), dict):
-        raise Damaged("the metadata is no DCP metadata", where=reader.path, why=f"it holds {_kind(tree)}", code="metadata-damaged")
+        raise Damaged(
+            "the metadata is no DCP metadata", where=reader.path, why=f"it holds {_kind(tree)}", code="metadata-damaged"
+        )
     out = Index(unsafe=[UnsafeGlobal(NAME, str(f.name), f.why) for f in loaded.unsafe])
     try:
         _fill(out, tree, reader.path)
     except (TypeError, ValueError, KeyError, IndexError, OverflowError, AttributeError) as err:
-        raise Damaged("the metadata is damaged", where=reader.path, why=f"{type(err).__name__}: {err}", fix="copy the file again", code="metadata-damaged") from err
+        raise Damaged(
+            "the metadata is damaged",
+            where=reader.path,
+            why=f"{type(err).__name__}: {err}",
+            fix="copy the file again",
+            code="metadata-damaged",
+        ) from err
     return out
 
 
@@ -124,17 +136,39 @@ def _fill(out: Index, tree: Mapping[str, Any], where: str) -> None:
         elif isinstance(meta, Record):
             info = storage.get((name, None))
             if info is None:
-                raise Damaged(f"{name} has no place in a file", where=where, why="storage_data does not list it", code="metadata-damaged")
-            out.items[name] = ByteItem(name, _file(info[0], numbers, where), _offset(info[1], name, where), _offset(info[2], name, where), _codec(info[3], name, where))
+                raise Damaged(
+                    f"{name} has no place in a file",
+                    where=where,
+                    why="storage_data does not list it",
+                    code="metadata-damaged",
+                )
+            out.items[name] = ByteItem(
+                name,
+                _file(info[0], numbers, where),
+                _offset(info[1], name, where),
+                _offset(info[2], name, where),
+                _codec(info[3], name, where),
+            )
         else:
-            raise Damaged(f"{name} is neither a tensor nor an object", where=where, why=f"it is {_kind(meta)}", code="metadata-damaged")
+            raise Damaged(
+                f"{name} is neither a tensor nor an object",
+                where=where,
+                why=f"it is {_kind(meta)}",
+                code="metadata-damaged",
+            )
     out.files = list(numbers)
     planner = tree.get("planner_data")
     if isinstance(planner, dict):
-        out.paths = {n: tuple(p) for n, p in planner.items() if isinstance(p, tuple) and all(isinstance(k, (str, int)) for k in p)}
+        out.paths = {
+            n: tuple(p)
+            for n, p in planner.items()
+            if isinstance(p, tuple) and all(isinstance(k, (str, int)) for k in p)
+        }
 
 
-def _chunks(name: str, meta: tuple[Tree, ...], storage: Mapping[Tree, Tree], numbers: dict[str, int], where: str) -> Chunks:
+def _chunks(
+    name: str, meta: tuple[Tree, ...], storage: Mapping[Tree, Tree], numbers: dict[str, int], where: str
+) -> Chunks:
     properties, size, chunks = meta
     shape = _sizes(size, name, where)
     n, k = len(chunks), len(shape)
@@ -144,7 +178,12 @@ def _chunks(name: str, meta: tuple[Tree, ...], storage: Mapping[Tree, Tree], num
     for row, (at, extent) in enumerate(chunks):
         info = storage.get((name, at))
         if info is None:
-            raise Damaged(f"a chunk of {name} has no place in a file", where=where, why=f"storage_data does not list its offsets {tuple(at)}", code="metadata-damaged")
+            raise Damaged(
+                f"a chunk of {name} has no place in a file",
+                where=where,
+                why=f"storage_data does not list its offsets {tuple(at)}",
+                code="metadata-damaged",
+            )
         if len(at) != k or len(extent) != k:
             raise Damaged(f"a chunk of {name} has {len(at)} axes, the tensor {k}", where=where, code="metadata-damaged")
         lo[row], box[row] = at, extent
@@ -155,7 +194,9 @@ def _chunks(name: str, meta: tuple[Tree, ...], storage: Mapping[Tree, Tree], num
         raise Unsupported(f"the chunks of {name} are encoded in several ways", where=where)
     if k and bool(((lo < 0) | (box < 0) | (lo + box > np.array(shape, np.int64))).any()):
         raise Damaged(f"a chunk of {name} goes past its shape {shape}", where=where, code="metadata-damaged")
-    return Chunks(name, _dtype(properties, name, where), shape, lo, box, file, offset, length, codecs.pop() if codecs else "")
+    return Chunks(
+        name, _dtype(properties, name, where), shape, lo, box, file, offset, length, codecs.pop() if codecs else ""
+    )
 
 
 def _sizes(size: Tree, name: str, where: str) -> tuple[int, ...]:
@@ -184,7 +225,9 @@ def _dtype(properties: Tree, name: str, where: str) -> DType:
     first = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     dtype = BY_NAME.get(first.name) if isinstance(first, Global) and first.module == "torch" else None
     if dtype is None:
-        raise Unsupported(f"the element type of {name} is {first}, which is not known here", where=where, code="unknown-dtype")
+        raise Unsupported(
+            f"the element type of {name} is {first}, which is not known here", where=where, code="unknown-dtype"
+        )
     return dtype
 
 
@@ -193,7 +236,9 @@ def _codec(transforms: tuple[str, ...], name: str, where: str) -> str:
         return ""
     if transforms == (ZSTD,):
         return "zstd"
-    raise Unsupported(f"{name} is encoded by {', '.join(map(str, transforms))}", where=where, why="only stream.zstd is known here")
+    raise Unsupported(
+        f"{name} is encoded by {', '.join(map(str, transforms))}", where=where, why="only stream.zstd is known here"
+    )
 
 
 def _file(path: Tree, numbers: dict[str, int], where: str) -> int:
@@ -215,4 +260,10 @@ def safe_path(path: Tree, where: str) -> str:
 
 
 def _escapes(path: Tree, where: str) -> NoReturn:
-    raise Unsafe(f"the metadata names the file {path!r}", where=where, why="it leads outside the checkpoint", fix="do not use this checkpoint; ask who made it", code="path-escapes")
+    raise Unsafe(
+        f"the metadata names the file {path!r}",
+        where=where,
+        why="it leads outside the checkpoint",
+        fix="do not use this checkpoint; ask who made it",
+        code="path-escapes",
+    )

@@ -51,7 +51,11 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     rest = {name: folder.value(name, tree) for name, tree in found.rest.items()}
     rest = {name: value for name, value in rest.items() if not isinstance(value, Leaf)}
     config = rest.get("config")
-    facts = Facts.of(plain(config), f"{path.name} (config)") if isinstance(config, dict) and isinstance(config.get("model_type"), str) else Facts()
+    facts = (
+        Facts.of(plain(config), f"{path.name} (config)")
+        if isinstance(config, dict) and isinstance(config.get("model_type"), str)
+        else Facts()
+    )
     return Checkpoint(
         "dcp", "zstd" if any(c.codec for c in folder.index.items.values()) else "", str(path), tuple(folder.sources), folder.tensors, optimizer, rest, found.model_values,
         facts=facts, layout={"world_size": folder.world_size()}, step=folder.step(rest, found), files=folder.sizes(), entries=folder.entries(),
@@ -79,7 +83,9 @@ class _Folder:
 
     def _object(self, item: ByteItem) -> Tree:
         tree, opened = read_object(item, self.files)
-        self.unsafe += [UnsafeGlobal(f"{self.files.names[item.file]} ({item.name})", str(f.name), f.why) for f in opened.unsafe]
+        self.unsafe += [
+            UnsafeGlobal(f"{self.files.names[item.file]} ({item.name})", str(f.name), f.why) for f in opened.unsafe
+        ]
         self.unknown.update(str(f.name) for f in opened.unknown)
         return tree
 
@@ -95,7 +101,12 @@ class _Folder:
             for key in path[:-1]:
                 inner = at.setdefault(key, {})
                 if not isinstance(inner, dict):
-                    raise Damaged(f"{name} lies below another item", where=NAME, why=f"its path is {path}", code="metadata-damaged")
+                    raise Damaged(
+                        f"{name} lies below another item",
+                        where=NAME,
+                        why=f"its path is {path}",
+                        code="metadata-damaged",
+                    )
                 at = inner
             at[path[-1]] = self.leaves[name] if name in self.leaves else self.values[name]
         return _lists(root)
@@ -107,7 +118,9 @@ class _Folder:
         numbers = chunks.file
         if chunks.codec:
             first = len(self.sources)
-            for file, offset, length in zip(chunks.file.tolist(), chunks.offset.tolist(), chunks.length.tolist(), strict=True):
+            for file, offset, length in zip(
+                chunks.file.tolist(), chunks.offset.tolist(), chunks.length.tolist(), strict=True
+            ):
                 self.sources.append(Source(self.index.files[file], offset, offset + length, chunks.codec))
             numbers = np.arange(first, len(self.sources), dtype=np.int32)
         self.keys[leaf.name] = key
@@ -141,8 +154,12 @@ class _Folder:
         chunks = self.index.items[leaf.name]
         assert isinstance(chunks, Chunks)
         if len(chunks.offset) != 1:
-            raise Unsupported(f"{leaf.name} is a small tensor in {len(chunks.offset)} chunks outside model and optimizer", where=NAME)
-        return self._object(ByteItem(leaf.name, int(chunks.file[0]), int(chunks.offset[0]), int(chunks.length[0]), chunks.codec))
+            raise Unsupported(
+                f"{leaf.name} is a small tensor in {len(chunks.offset)} chunks outside model and optimizer", where=NAME
+            )
+        return self._object(
+            ByteItem(leaf.name, int(chunks.file[0]), int(chunks.offset[0]), int(chunks.length[0]), chunks.codec)
+        )
 
     def step(self, rest: Mapping[str, Tree], found: Found) -> int | None:
         """The step: a counter at the top, else what the optimizer's first parameter counts."""
@@ -179,7 +196,9 @@ class _Folder:
             if name in self.keys:
                 out.append(Entry(name, path, self.keys[name]))
             else:
-                out.append(Entry(name, path, None, self.array(self.leaves[name]) if name in self.leaves else self.values[name]))
+                out.append(
+                    Entry(name, path, None, self.array(self.leaves[name]) if name in self.leaves else self.values[name])
+                )
         return tuple(out)
 
 

@@ -60,7 +60,13 @@ def write(content: Content, choices: Choices) -> Written:
         files.append(OutputFile(path, lambda chunks=chunks: _segments(chunks)))  # type: ignore[misc]
     metadata = dump(_metadata(named, places))
     files.append(OutputFile(NAME, lambda: [Put(metadata)]))
-    lines = [Line("layout", "written", f"DCP for {choices.dp} ranks: rows of axis 0 in parts of ceil(rows / ranks), as FSDP2 cuts")]
+    lines = [
+        Line(
+            "layout",
+            "written",
+            f"DCP for {choices.dp} ranks: rows of axis 0 in parts of ceil(rows / ranks), as FSDP2 cuts",
+        )
+    ]
     return Written(tuple(files), True, tuple(lines))
 
 
@@ -84,7 +90,11 @@ def _optimizer(content: Content) -> Iterator[Named]:
     for name, entry in states.items():
         for kind, value in entry.items():
             path = ("optim", "state", name, kind)
-            yield Named(".".join(path), path, value) if isinstance(value, Item) else Named(".".join(path), path, None, value)
+            yield (
+                Named(".".join(path), path, value)
+                if isinstance(value, Item)
+                else Named(".".join(path), path, None, value)
+            )
     for number, group in enumerate(optimizer.groups):
         for option, value in {**group.options, "params": list(group.params)}.items():
             path_ = ("optim", "param_groups", number, option)
@@ -121,14 +131,21 @@ def _flattened(path: tuple[PathKey, ...], value: Tree) -> Iterator[Named]:
 
 
 def _goes_down(values: Sequence[Tree]) -> bool:
-    return any(isinstance(v, (dict, Array)) and not isinstance(v, NumpyArray) or (isinstance(v, list) and _goes_down(v)) for v in values)
+    return any(
+        isinstance(v, (dict, Array)) and not isinstance(v, NumpyArray) or (isinstance(v, list) and _goes_down(v))
+        for v in values
+    )
 
 
 def _unique(named: Sequence[Named]) -> None:
     seen: set[str] = set()
     for n in named:
         if n.name in seen:
-            raise Unsupported(f"two items of the result would be called {n.name}", fix="leave one out with --exclude", code="duplicate-name")
+            raise Unsupported(
+                f"two items of the result would be called {n.name}",
+                fix="leave one out with --exclude",
+                code="duplicate-name",
+            )
         seen.add(n.name)
 
 
@@ -152,7 +169,9 @@ def _of_rank(named: Sequence[Named], rank: int, ranks: int) -> Iterator[Chunk]:
                     yield Chunk(n, (0,) * len(shape), shape, n.item.region(crc=True))
                 continue
             start, stop = rows_of(shape[0], rank, ranks)
-            yield Chunk(n, (start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]), n.item.rows(start, stop, crc=True))
+            yield Chunk(
+                n, (start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]), n.item.rows(start, stop, crc=True)
+            )
         elif rank == 0 and _is_array(n.value):
             yield Chunk(n, (0,) * len(n.value.shape), n.value.shape, None)
 
@@ -176,7 +195,9 @@ def _is_array(value: Tree) -> bool:
 def _item(chunk: Chunk, base_index: int) -> list[Segment]:
     """One item: a complete torch archive."""
     made = TorchTree()
-    tree = made.tensor(chunk.named.item, chunk.region) if chunk.named.item is not None else made.value(chunk.named.value)
+    tree = (
+        made.tensor(chunk.named.item, chunk.region) if chunk.named.item is not None else made.value(chunk.named.value)
+    )
     return made.segments(tree, base_index=base_index, full=False)
 
 
@@ -225,8 +246,20 @@ def _metadata(named: Sequence[Named], places: Sequence[tuple[str, Sequence[Chunk
                 storage[_index(name, lo, len(rows))] = info
                 rows.append(_object(_META, "ChunkStorageMetadata", {"offsets": lo, "sizes": SizeTuple(chunk.size)}))
             at += length
-    state = {n.name: _object(_META, "BytesStorageMetadata", None) if _is_object(n) else _tensor_metadata(n, chunks[n.name]) for n in named}
-    return _object(_META, "Metadata", {"state_dict_metadata": state, "planner_data": {n.name: n.path for n in named}, "storage_data": storage, "storage_meta": None})
+    state = {
+        n.name: _object(_META, "BytesStorageMetadata", None) if _is_object(n) else _tensor_metadata(n, chunks[n.name])
+        for n in named
+    }
+    return _object(
+        _META,
+        "Metadata",
+        {
+            "state_dict_metadata": state,
+            "planner_data": {n.name: n.path for n in named},
+            "storage_data": storage,
+            "storage_meta": None,
+        },
+    )
 
 
 def _is_object(named: Named) -> bool:
@@ -252,9 +285,13 @@ _CONTIGUOUS = Record(_name(_META, "_MEM_FORMAT_ENCODING"), (0,))
 
 
 def _tensor_metadata(named: Named, chunks: list[Tree]) -> Tree:
-    dtype, shape = (named.item.dtype.name, named.item.shape) if named.item is not None else (named.value.dtype, named.value.shape)
+    dtype, shape = (
+        (named.item.dtype.name, named.item.shape) if named.item is not None else (named.value.dtype, named.value.shape)
+    )
     properties = _object(_META, "TensorProperties", (_name("torch", dtype), _LAYOUT, False, _CONTIGUOUS, False))
-    return _object(_META, "TensorStorageMetadata", {"properties": properties, "size": SizeTuple(shape), "chunks": chunks})
+    return _object(
+        _META, "TensorStorageMetadata", {"properties": properties, "size": SizeTuple(shape), "chunks": chunks}
+    )
 
 
 Writer = Callable[[Content, Choices], Written]

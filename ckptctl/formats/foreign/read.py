@@ -19,16 +19,49 @@ def _any(folder: Path, *patterns: str) -> str:
 
 SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
     ("a Transformers Trainer folder", lambda p: _any(p, "trainer_state.json", "optimizer.pt")),
-    ("an Accelerate folder", lambda p: _any(p, "pytorch_model_fsdp_*", "optimizer_[0-9]*", "random_states_*.pkl", "pytorch_model_fsdp.bin")),
+    (
+        "an Accelerate folder",
+        lambda p: _any(p, "pytorch_model_fsdp_*", "optimizer_[0-9]*", "random_states_*.pkl", "pytorch_model_fsdp.bin"),
+    ),
     ("a verl folder", lambda p: _any(p, "model_world_size_*_rank_*.pt")),
     ("a folder of per-rank torch files", lambda p: _any(p, "*rank_0*.pt", "*rank0*.pt")),
     ("a Lightning sharded checkpoint", lambda p: _any(p, "meta.pt") if (p / ".metadata").is_file() else ""),
-    ("a DCP folder with one metadata a rank (use_collectives=False)", lambda p: _any(p, "__*.metadata") if not (p / ".metadata").is_file() else ""),
-    ("a DeepSpeed checkpoint", lambda p: _any(p, "*mp_rank_*_model_states.pt", "*zero_pp_rank_*_optim_states.pt", "global_step*/*_states.pt", "latest_universal", "layer_*-model_states.pt")),
-    ("a universal DeepSpeed checkpoint", lambda p: "zero/" if (p / "zero").is_dir() and _any(p / "zero", "*/fp32.pt") else ""),
+    (
+        "a DCP folder with one metadata a rank (use_collectives=False)",
+        lambda p: _any(p, "__*.metadata") if not (p / ".metadata").is_file() else "",
+    ),
+    (
+        "a DeepSpeed checkpoint",
+        lambda p: _any(
+            p,
+            "*mp_rank_*_model_states.pt",
+            "*zero_pp_rank_*_optim_states.pt",
+            "global_step*/*_states.pt",
+            "latest_universal",
+            "layer_*-model_states.pt",
+        ),
+    ),
+    (
+        "a universal DeepSpeed checkpoint",
+        lambda p: "zero/" if (p / "zero").is_dir() and _any(p / "zero", "*/fp32.pt") else "",
+    ),
     ("a Megatron checkpoint", lambda p: _any(p, "latest_checkpointed_iteration.txt", "mp_rank_*", "iter_*")),
-    ("a Megatron torch_dist checkpoint", lambda p: _any(p, "common.pt", "metadata.json") if (p / ".metadata").is_file() else ""),
-    ("an Orbax checkpoint", lambda p: _any(p, "_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "*/_METADATA", "*/*/_METADATA", "*/_CHECKPOINT_METADATA")),
+    (
+        "a Megatron torch_dist checkpoint",
+        lambda p: _any(p, "common.pt", "metadata.json") if (p / ".metadata").is_file() else "",
+    ),
+    (
+        "an Orbax checkpoint",
+        lambda p: _any(
+            p,
+            "_CHECKPOINT_METADATA",
+            "manifest.ocdbt",
+            "_METADATA",
+            "*/_METADATA",
+            "*/*/_METADATA",
+            "*/_CHECKPOINT_METADATA",
+        ),
+    ),
     ("a ColossalAI checkpoint", lambda p: _any(p, "modeling") if _any(p, "optimizer", "lr_scheduler*") else ""),
     ("sharded safetensors of DCP's Hugging Face writer", lambda p: _any(p, "shard-*-model-*-of-*.safetensors")),
     ("an adapter (PEFT)", lambda p: _any(p, "adapter_config.json")),
@@ -48,7 +81,12 @@ def detect(path: Path) -> Evidence | None:
         for what, sign in SIGNS:
             found = sign(path)
             if found:
-                raise Unsupported(f"this is {what}, which this version does not read yet", where=str(path), why=f"it holds {found}", fix=_FIX)
+                raise Unsupported(
+                    f"this is {what}, which this version does not read yet",
+                    where=str(path),
+                    why=f"it holds {found}",
+                    fix=_FIX,
+                )
     else:
         for what, matches in FILE_SIGNS:
             if matches(path):

@@ -61,7 +61,13 @@ class _Reading:
     def add(self, name: str, tensor: Tensor, file: str) -> None:
         """One tensor; a name that two files hold is damage: loaders differ in which one they take."""
         if name in self.home:
-            raise Damaged(f"{short(name)} is in two files", where=file, why=f"it is in {self.home[name]} too", fix="remove the file that is out of date", code="duplicate-tensor")
+            raise Damaged(
+                f"{short(name)} is in two files",
+                where=file,
+                why=f"it is in {self.home[name]} too",
+                fix="remove the file that is out of date",
+                code="duplicate-tensor",
+            )
         self.home[name] = file
         self.tensors[tensor.key] = tensor
 
@@ -74,7 +80,11 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         return _checkpoint(out, path, "safetensors", None)
     folder = scan_folder(path)
     if folder.dcp_shards and folder.chosen is None:
-        raise Unsupported("these are sharded safetensors of DCP's Hugging Face writer, which this version does not read yet", where=str(path), why=f"it holds {folder.dcp_shards[0]}")
+        raise Unsupported(
+            "these are sharded safetensors of DCP's Hugging Face writer, which this version does not read yet",
+            where=str(path),
+            why=f"it holds {folder.dcp_shards[0]}",
+        )
     chosen = folder.require_files()
     out = _Reading(path)
     for name in chosen.files:
@@ -113,7 +123,11 @@ def _read_safetensors(out: _Reading, name: str, source: str) -> None:
         header = read_header(reader)
         out.files.append(File(name, reader.nbytes))
         if slices(header, name) is not None:
-            raise Unsupported("the file holds slices of tensors (DCP's Hugging Face writer), which this version does not read yet", where=name, why="DCP_SHARDING_INFO is in its header")
+            raise Unsupported(
+                "the file holds slices of tensors (DCP's Hugging Face writer), which this version does not read yet",
+                where=name,
+                why="DCP_SHARDING_INFO is in its header",
+            )
     number = len(out.sources)
     out.sources.append(Source(source))
     out.warnings += [f"{name}: {w.what}" for w in header.warnings]
@@ -151,9 +165,27 @@ def _agrees(out: _Reading, folder: HfFolder, chosen: WeightSet) -> None:
         return
     for name, file in index.weight_map.items():
         if name not in out.home:
-            raise Damaged(f"{short(name)} is in no file", where=file, why=f"{chosen.index} says it is in {file}", fix="copy the file again, or make the index anew", code="tensor-not-in-shard")
+            raise Damaged(
+                f"{short(name)} is in no file",
+                where=file,
+                why=f"{chosen.index} says it is in {file}",
+                fix="copy the file again, or make the index anew",
+                code="tensor-not-in-shard",
+            )
         if out.home[name] != file:
-            raise Damaged(f"{short(name)} is not in the file that the index names", where=file, why=f"it is in {out.home[name]}", fix="make the index anew", code="tensor-not-in-shard")
+            raise Damaged(
+                f"{short(name)} is not in the file that the index names",
+                where=file,
+                why=f"it is in {out.home[name]}",
+                fix="make the index anew",
+                code="tensor-not-in-shard",
+            )
     for name, file in out.home.items():
         if name not in index.weight_map:
-            raise Damaged(f"the index lacks {short(name)}", where=chosen.index, why=f"{file} holds it", fix="make the index anew", code="tensor-not-in-index")
+            raise Damaged(
+                f"the index lacks {short(name)}",
+                where=chosen.index,
+                why=f"{file} holds it",
+                fix="make the index anew",
+                code="tensor-not-in-index",
+            )

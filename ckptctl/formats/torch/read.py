@@ -40,7 +40,12 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         opened = open_torch(reader)
         found = find(opened.root, _is_tensor)
         if isinstance(opened.root, dict) and LIGHTNING in opened.root:
-            raise Unsupported("this is a Lightning checkpoint, which this version does not read yet", where=str(path), why=f"it has {LIGHTNING}", fix="read here are plain torch.save files of a state dict, or of model and optimizer")
+            raise Unsupported(
+                "this is a Lightning checkpoint, which this version does not read yet",
+                where=str(path),
+                why=f"it has {LIGHTNING}",
+                fix="read here are plain torch.save files of a state dict, or of model and optimizer",
+            )
         _refuse_wrapped(opened, str(path))
         return checkpoint_of(opened, found, path, hints, reader)
 
@@ -77,9 +82,19 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
             else:
                 unsupported.append((name, err.what))
     config = found.rest.get("config")
-    facts = Facts.of(plain(config), f"{path.name} (config)") if isinstance(config, dict) and isinstance(config.get("model_type"), str) else Facts()
+    facts = (
+        Facts.of(plain(config), f"{path.name} (config)")
+        if isinstance(config, dict) and isinstance(config.get("model_type"), str)
+        else Facts()
+    )
     if optimizer is not None:
-        optimizer = Optimizer(optimizer.groups, {k: map_leaves(v, lambda ref: read_array(ref, reader)) for k, v in optimizer.scalars.items()}, optimizer.order_known, optimizer.keyed, map_leaves(optimizer.options, lambda ref: read_array(ref, reader)))
+        optimizer = Optimizer(
+            optimizer.groups,
+            {k: map_leaves(v, lambda ref: read_array(ref, reader)) for k, v in optimizer.scalars.items()},
+            optimizer.order_known,
+            optimizer.keyed,
+            map_leaves(optimizer.options, lambda ref: read_array(ref, reader)),
+        )
     return Checkpoint(
         "torch", opened.variant, str(path), (Source(""),), tensors, optimizer, values,
         {n: map_leaves(v, lambda ref: read_array(ref, reader)) for n, v in found.model_values.items()}, ties, facts,
@@ -100,7 +115,9 @@ def _optimizer(found: Found, ties: dict[str, str], tensors: dict[Key, Tensor], w
     return Optimizer(optimizer.groups, scalars, optimizer.order_known, optimizer.keyed, optimizer.options)
 
 
-def _step(values: dict[str, Tree], optimizer: Optimizer | None, tensors: dict[Key, Tensor], reader: FileBytes, found: Found) -> int | None:
+def _step(
+    values: dict[str, Tree], optimizer: Optimizer | None, tensors: dict[Key, Tensor], reader: FileBytes, found: Found
+) -> int | None:
     """The step: a counter at the top, else what the optimizer's first parameter counts."""
     for name in STEP_NAMES:
         step = number(values.get(name))
@@ -116,4 +133,3 @@ def _step(values: dict[str, Tree], optimizer: Optimizer | None, tensors: dict[Ke
         if value is not None:
             return number(value)
     return None
-

@@ -34,7 +34,10 @@ class TorchTree:
         """A tensor of the target; the same source tensor twice is one storage (ties)."""
         region = region or item.region(crc=True)
         if item.tensor.logical is not None:
-            raise Unsupported(f"{item.key.name} is {item.dtype.name}, which torch files hold in another shape", fix=f"leave it out with --exclude '{item.key.name}'")
+            raise Unsupported(
+                f"{item.key.name} is {item.dtype.name}, which torch files hold in another shape",
+                fix=f"leave it out with --exclude '{item.key.name}'",
+            )
         storage = self.made.get((item.key, item.dtype.name)) if region.size == item.shape else None
         if storage is None:
             storage = self._storage(region.dtype, region.numel, region.nbytes, region)
@@ -114,10 +117,18 @@ def write(content: Content, choices: Choices) -> Written:
 
     lines = []
     if any("NumPy" in name for tree in content.values.values() for name in _refused(tree)):
-        lines.append(Line("NumPy arrays", "converted", "to torch tensors of the same bits, which torch.load(weights_only=True) takes"))
+        lines.append(
+            Line(
+                "NumPy arrays",
+                "converted",
+                "to torch tensors of the same bits, which torch.load(weights_only=True) takes",
+            )
+        )
     refused = sorted({name for tree in content.values.values() for name in _refused(tree) if "NumPy" not in name})
     if refused:
-        lines.append(Line("torch.load", "carried", f"weights_only=True refuses this file: it holds {', '.join(refused[:4])}"))
+        lines.append(
+            Line("torch.load", "carried", f"weights_only=True refuses this file: it holds {', '.join(refused[:4])}")
+        )
     return Written((OutputFile("", segments),), False, tuple(lines))
 
 
@@ -136,16 +147,30 @@ def _optimizer(content: Content, choices: Choices, made: TorchTree) -> Tree:
     optimizer = content.optimizer or Optimizer(())
     states = merged_states(content, optimizer, made.tensor, made.value)
     order = [n for g in optimizer.groups for n in g.params]
-    numbers: Mapping[str, int | str] = {n: i for i, n in enumerate(order)} if choices.index_keys else {n: n for n in (*order, *states)}
+    numbers: Mapping[str, int | str] = (
+        {n: i for i, n in enumerate(order)} if choices.index_keys else {n: n for n in (*order, *states)}
+    )
     lost = [n for n in states if n not in numbers]
     if lost:
-        raise MissingFact(f"--index-keys: {lost[0]} is in no param group, so it has no number", fix="leave --index-keys out: state is then keyed by name")
+        raise MissingFact(
+            f"--index-keys: {lost[0]} is in no param group, so it has no number",
+            fix="leave --index-keys out: state is then keyed by name",
+        )
     listed = [n for n in order if n in states] + [n for n in states if n not in set(order)]
-    groups = [{**{k: made.value(v) for k, v in g.options.items()}, "params": [numbers[p] for p in g.params]} for g in optimizer.groups]
-    return {"state": {numbers[n]: states[n] for n in listed}, "param_groups": groups, **{k: made.value(v) for k, v in optimizer.options.items()}}
+    groups = [
+        {**{k: made.value(v) for k, v in g.options.items()}, "params": [numbers[p] for p in g.params]}
+        for g in optimizer.groups
+    ]
+    return {
+        "state": {numbers[n]: states[n] for n in listed},
+        "param_groups": groups,
+        **{k: made.value(v) for k, v in optimizer.options.items()},
+    }
 
 
-def merged_states(content: Content, optimizer: Optimizer, tensor: Callable[[Item], Tree], value: Callable[[Tree], Tree]) -> dict[str, dict[str, Tree]]:
+def merged_states(
+    content: Content, optimizer: Optimizer, tensor: Callable[[Item], Tree], value: Callable[[Tree], Tree]
+) -> dict[str, dict[str, Tree]]:
     """By parameter, its states in the source's order: tensors and plain values alike. A step that is shared is given to each by itself."""
     out: dict[str, dict[str, Tree]] = {}
     for (name, kind), item in content.states.items():

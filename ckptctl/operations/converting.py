@@ -14,13 +14,13 @@ from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state
 from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import Key
-from ckptctl.execute import Budget, Job, Outcome, Progress, gang_nbytes, run, space
+from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run, space
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
 from ckptctl.operations.opening import Reading, open_checkpoint, require_safe, require_tensors
 from ckptctl.operations.ties import require_equal_copies
+from ckptctl.plan.account import Account, account
 from ckptctl.plan.check import Totals, check, require_whole
-from ckptctl.plan.gangs import reread_factor
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import EXTENT_NBYTES, Plan
 from ckptctl.plan.steps import Cast
@@ -51,11 +51,18 @@ class Planned:
     plan: Plan
     totals: Totals
     job: Job
+    account: Account
     lines: tuple[Line, ...]
 
 
 def convert(
-    src: Path | str, dst: Path | str, wanted: Conversion, reading: Reading | None = None, running: Running | None = None, *, progress: OnProgress | None = None
+    src: Path | str,
+    dst: Path | str,
+    wanted: Conversion,
+    reading: Reading | None = None,
+    running: Running | None = None,
+    *,
+    progress: OnProgress | None = None,
 ) -> Document:
     """Convert src to another format at dst. Returns the document that `--json` prints (schema ckptctl.convert/1).
 
@@ -66,11 +73,17 @@ def convert(
     budget = _budget(running)
     source, evidence = _opened(src, reading)
     content, lines = content_of(source, wanted)
-    choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), wanted.dp or 1, wanted.index_keys, wanted.bare)
+    choices = Choices(
+        parse_size(wanted.max_shard_size, "--max-shard-size"), wanted.dp or 1, wanted.index_keys, wanted.bare
+    )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")
     planned = _planned(content, lines, wanted.to, choices, Path(dst), budget, _fingerprint(wanted, reading))
-    document: Document = {"schema": "ckptctl.convert/1", "source": _source(source, evidence.why), "target": {"format": wanted.to, "path": str(dst)}}
+    document: Document = {
+        "schema": "ckptctl.convert/1",
+        "source": _source(source, evidence.why),
+        "target": {"format": wanted.to, "path": str(dst)},
+    }
     return _run(planned, document, running, budget, progress)
 
 
@@ -86,7 +99,11 @@ def reshard(
     budget = _budget(running)
     source, evidence = _opened(src, reading)
     if source.format not in RESHARDED:
-        raise Unsupported(f"a {source.format} checkpoint has no layout to change", where=source.root, fix="`ckptctl convert` writes it in another format")
+        raise Unsupported(
+            f"a {source.format} checkpoint has no layout to change",
+            where=source.root,
+            fix="`ckptctl convert` writes it in another format",
+        )
     for flag, value, only in (("--dp", dp, "dcp"), ("--tp", tp, "dcp"), ("--max-shard-size", max_shard_size, "hf")):
         if value is not None and source.format != only:
             raise Usage(f"{flag} does not apply to {source.format}", fix=f"leave {flag} out")
@@ -98,7 +115,15 @@ def reshard(
     ranks = dp or source.layout.get("world_size") or 1
     choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), ranks, own_names=source.format == "dcp")
     planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))
-    document: Document = {"schema": "ckptctl.reshard/1", "source": _source(source, evidence.why), "target": {"format": source.format, "path": str(dst), "layout": {"dp": ranks} if source.format == "dcp" else {}}}
+    document: Document = {
+        "schema": "ckptctl.reshard/1",
+        "source": _source(source, evidence.why),
+        "target": {
+            "format": source.format,
+            "path": str(dst),
+            "layout": {"dp": ranks} if source.format == "dcp" else {},
+        },
+    }
     return _run(planned, document, running, budget, progress)
 
 
@@ -127,7 +152,13 @@ MEMORY_FLOOR = 16 << 20
 
 
 def _source(source: Checkpoint, why: str) -> Document:
-    return {"path": source.root, "format": source.format, "variant": source.variant, "recognised": why, "step": source.step}
+    return {
+        "path": source.root,
+        "format": source.format,
+        "variant": source.variant,
+        "recognised": why,
+        "step": source.step,
+    }
 
 
 def _fingerprint(wanted: Conversion, reading: Reading | None) -> dict[str, str]:
@@ -135,7 +166,15 @@ def _fingerprint(wanted: Conversion, reading: Reading | None) -> dict[str, str]:
     return {"conversion": repr(wanted), "reading": repr(reading or Reading())}
 
 
-def _planned(content: Content, lines: list[Line], to: str, choices: Choices, dst: Path, budget: Budget, fingerprint: dict[str, str]) -> Planned:
+def _planned(
+    content: Content,
+    lines: list[Line],
+    to: str,
+    choices: Choices,
+    dst: Path,
+    budget: Budget,
+    fingerprint: dict[str, str],
+) -> Planned:
     """Lay out, plan and check. Nothing is written."""
     source = content.source
     written: Written = import_module(f"ckptctl.formats.{to}.write").write(content, choices)
@@ -148,9 +187,17 @@ def _planned(content: Content, lines: list[Line], to: str, choices: Choices, dst
     casts = frozenset(Cast(i.tensor.dtype.name, i.dtype.name) for i in items if i.tensor.dtype.name != i.dtype.name)
     plan = Plan(written.files, index, casts, _extent_nbytes(budget))
     totals = check(plan)
-    root = Path(source.root)
-    job = Job(plan, totals, sources, root, dst, written.folder, fingerprint)
-    return Planned(content, written, plan, totals, job, (*lines, *written.lines, *_unused(content, items)))
+    job = fitted(Job(plan, totals, sources, Path(source.root), dst, written.folder, fingerprint), budget)
+    spent = account(tensors, sources, _sizes(source), {i.key for i in items} | set(written.tensors), source.ties)
+    return Planned(
+        content, written, job.plan, job.totals, job, spent, (*lines, *written.lines, *_unused(content, items))
+    )
+
+
+def _sizes(source: Checkpoint) -> dict[str, int]:
+    """Bytes of each file by the path that sources have: a single file's is empty."""
+    sizes = {f.path: f.nbytes for f in source.files}
+    return sizes if not any(s.path == "" for s in source.sources) else {"": sum(sizes.values())}
 
 
 def _extent_nbytes(budget: Budget) -> int:
@@ -161,14 +208,25 @@ def _extent_nbytes(budget: Budget) -> int:
 def _unused(content: Content, items: list[Item]) -> Iterator[Line]:
     """Tensors that nothing above took and that no line names: every source tensor is accounted for."""
     taken = {i.key for i in items}
-    named = {k for k in content.source.tensors if is_state(k)} | {k for k in content.source.tensors if k.kind in WEIGHTS}
+    named = {k for k in content.source.tensors if is_state(k)} | {
+        k for k in content.source.tensors if k.kind in WEIGHTS
+    }
     other: list[Key] = [k for k in content.source.tensors if k not in taken and k not in named]
     if other:
-        yield Line("other tensors", "dropped", ", ".join(k.name for k in other[:8]) + ": not part of model or optimizer")
+        yield Line(
+            "other tensors", "dropped", ", ".join(k.name for k in other[:8]) + ": not part of model or optimizer"
+        )
 
 
-def _run(planned: Planned, document: Document, running: Running, budget: Budget, progress: OnProgress | None) -> Document:
+def _run(
+    planned: Planned, document: Document, running: Running, budget: Budget, progress: OnProgress | None
+) -> Document:
     document["fidelity"] = [{"part": line.part, "fate": line.fate, "detail": line.detail} for line in planned.lines]
+    spent = planned.account
+    document["source_bytes"] = {
+        "total": spent.total_nbytes, "used": spent.used_nbytes, "dropped": dict(spent.dropped_nbytes), "gaps": spent.gap_nbytes,
+        "gap_reason": planned.content.source.gap_reason,
+    }  # fmt: skip
     document["warnings"] = list(planned.content.source.warnings)
     document["plan"] = _plan_summary(planned, budget)
     if running.plan_out is not None:
@@ -188,7 +246,7 @@ def _plan_summary(planned: Planned, budget: Budget) -> Document:
     return {
         "files": len(planned.plan.files), "extents": totals.extents, "read_bytes": totals.read_nbytes, "written_bytes": totals.written_nbytes,
         "copies": totals.moves, "strided_copies": totals.strided, "shortest_run_bytes": totals.shortest_run, "casts": dict(totals.casts),
-        "reread_factor": round(reread_factor(planned.plan, totals, gang_nbytes(budget, planned.plan, planned.job.sources)), 3), "index_memory_bytes": planned.plan.index.nbytes,
+        "reread_factor": round(reread(planned.job, budget), 3), "index_memory_bytes": planned.plan.index.nbytes,
         "memory_bytes": budget.memory_nbytes, "space_needed_bytes": need, "space_free_bytes": free,
     }  # fmt: skip
 
@@ -206,5 +264,7 @@ def _write_plan(path: Path, plan: Plan) -> None:
         for number, file in enumerate(plan.files):
             out.write(json.dumps({"file": number, "path": file.path, "nbytes": file.nbytes}) + "\n")
         for extent in plan.extents():
-            steps = [[type(s).__name__, *(x.hex() if isinstance(x, bytes) else x for x in s)] for s in plan.extent(extent)]
+            steps = [
+                [type(s).__name__, *(x.hex() if isinstance(x, bytes) else x for x in s)] for s in plan.extent(extent)
+            ]
             out.write(json.dumps({"extent": list(extent), "steps": steps}, default=str) + "\n")
