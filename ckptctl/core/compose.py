@@ -1,18 +1,21 @@
-"""The two operations of the geometry: where two pieces of one tensor meet, and a piece of a native tensor as pieces of hub tensors.
+"""The geometry's two operations: where pieces of a tensor meet, and a native tensor's piece as pieces of hub tensors.
 
-`compose` is the only place that joins the naming level (hub boxes in native tensors) with the byte level (native boxes in files).
-The target side uses the same function: there the bytes are those of an output file. Nothing here reads or writes.
+`compose` is the only place that joins the naming level (hub boxes in native tensors) with the byte level (native boxes
+in files). The target side uses the same function: there the bytes are those of an output file. Nothing here reads or
+writes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.core.tensor import Part, Piece
 from ckptctl.core.view import Box, Index, groups, interval_boxes, meet, refinement, suffixes, unit_slices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Meeting(NamedTuple):
@@ -26,7 +29,7 @@ class Meeting(NamedTuple):
 
 
 class Refined(NamedTuple):
-    """A piece as one box of a finer view: its index range there, and the byte of its first element with strides by fine axis."""
+    """A piece as one box of a finer view: its index range there, its first element's byte, and strides by fine axis."""
 
     box: Box
     start: int
@@ -46,13 +49,14 @@ def refined(piece: Piece, fine: Index) -> list[Refined]:
         size = tuple(n for b in boxes for n in b[1])
         start = piece.start
         for (b_lo, _), factors, origin, stride in zip(boxes, parts, piece.lo, piece.strides, strict=True):
-            start += (sum(i * s for i, s in zip(b_lo, suffixes(factors), strict=True)) - origin) * stride if factors else 0
+            if factors:
+                start += (sum(i * s for i, s in zip(b_lo, suffixes(factors), strict=True)) - origin) * stride
         out.append(Refined((lo, size), start, tuple(strides)))
     return out
 
 
 def flat_runs(piece: Piece) -> Iterator[Piece]:
-    """The piece as boxes of the flattened tensor, one a row: the way out where two views do not nest. Always possible."""
+    """The piece as boxes of the flattened tensor, one a row: the way out where views do not nest. Always possible."""
     total = (math.prod(piece.view),)
     steps = suffixes(piece.view)
     if not piece.view:
@@ -106,10 +110,10 @@ def meetings(a: Piece, b: Piece) -> list[Meeting]:
 
 
 def compose(part: Part, piece: Piece) -> list[Piece]:
-    """The hub tensor's pieces within one piece of the native tensor: same bytes, hub coordinates. [] where they share no element.
+    """The hub tensor's pieces within a native tensor's piece: same bytes, hub coordinates. [] where they share none.
 
-    piece.view and part.native_view are views of the same native tensor. Axes whose factors do not fit are cut into slices: always
-    possible, only more pieces.
+    piece.view and part.native_view are views of the same native tensor. Axes whose factors do not fit are cut into
+    slices: always possible, only more pieces.
     """
     if math.prod(part.size) == 0 or math.prod(piece.size) == 0:
         return []
@@ -127,7 +131,8 @@ def compose(part: Part, piece: Piece) -> list[Piece]:
 def _hub_pieces(part: Part, source: int, shape: tuple[Index, ...], whole: Box, box: Refined) -> list[Piece]:
     """One refined box as hub pieces: on every native axis it is cut to intervals, and these to the part's own."""
     at = 0
-    per_axis: list[list[tuple[int, int, int, int]]] = []  # (lo, size, byte offset from the box's start, byte stride) on a native axis
+    # On each native axis: (lo, size, byte offset from the box's start, byte stride).
+    per_axis: list[list[tuple[int, int, int, int]]] = []
     for factors, first, count in zip(shape, whole[0], whole[1], strict=True):
         n = len(factors)
         lo, size, strides = box.box[0][at : at + n], box.box[1][at : at + n], box.strides[at : at + n]
@@ -154,16 +159,20 @@ def _hub_pieces(part: Part, source: int, shape: tuple[Index, ...], whole: Box, b
 
 
 def _intervals(factors: Index, lo: Index, size: Index, strides: Index) -> list[tuple[int, int, int, int]]:
-    """A box over the factors of one axis as intervals of that axis with one stride each: (lo, size, byte offset, byte stride)."""
+    """A box over one axis' factors as intervals of the axis with one stride each: (lo, size, offset, stride)."""
     if not factors:
         return [(0, 1, 0, 0)]
     if len(factors) == 1:
         return [(lo[0], size[0], 0, strides[0])]
     inner = math.prod(factors[1:])
     rest = _intervals(factors[1:], lo[1:], size[1:], strides[1:])
-    # One interval on the inner factors that spans them whole, with bytes going on without a step, joins with the outer factor.
+    # One interval that spans the inner factors whole, with bytes going on without a step, joins with the outer factor.
     if size[0] == 1:
         return [(lo[0] * inner + a, n, offset, stride) for a, n, offset, stride in rest]
     if len(rest) == 1 and rest[0][1] == inner and strides[0] == inner * rest[0][3]:
         return [(lo[0] * inner, size[0] * inner, 0, rest[0][3])]
-    return [((lo[0] + i) * inner + a, n, i * strides[0] + offset, stride) for i in range(size[0]) for a, n, offset, stride in rest]
+    return [
+        ((lo[0] + i) * inner + a, n, i * strides[0] + offset, stride)
+        for i in range(size[0])
+        for a, n, offset, stride in rest
+    ]

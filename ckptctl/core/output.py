@@ -1,18 +1,21 @@
 """Output files as ordered segments, each of a size known before the first byte is written. Nothing here writes.
 
-A file is its segments back to back. A Region's bytes come from source tensors, by the planner; a Late's depend on checksums of regions
-of the same file, so every offset is known beforehand and extents can be written in any order.
+A file is its segments back to back. A Region's bytes come from source tensors, by the planner; a Late's depend on
+checksums of regions of the same file, so every offset is known beforehand and extents can be written in any order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from ckptctl.core.dtype import DType
-from ckptctl.core.tensor import Key, Part
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptctl.core.dtype import DType
+    from ckptctl.core.tensor import Key, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,10 @@ class Fill:
 class Region:
     """A dense, row-major box of one native tensor: all of it, a shard, or a run of its flattened elements.
 
-    view is a row-major factorisation of the native tensor's shape; lo and size are the box in it. The region's bytes are the box's
-    elements in row-major order, packed, in dtype. parts say how the native tensor is made of hub tensors; empty: the native tensor
-    is the hub tensor key, in the same order. crc asks the executor for the CRC-32 of the region's bytes.
+    view is a row-major factorisation of the native tensor's shape; lo and size are the box in it. The region's bytes
+    are the box's elements in row-major order, packed, in dtype. parts say how the native tensor is made of hub tensors;
+    empty: the native tensor is the hub tensor key, in the same order. crc asks the executor for the CRC-32 of the
+    region's bytes.
     """
 
     key: Key
@@ -66,7 +70,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """nbytes whose content is made once the CRC-32 of each segment in needs (indices into the file's segments) is known.
+    """nbytes whose content is made once the CRC-32 of each segment in needs (indices into the file's) is known.
 
     make gets those checksums in the order of needs and returns exactly nbytes.
     """

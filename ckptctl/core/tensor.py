@@ -1,21 +1,23 @@
-"""Tensors, their pieces, and the parts by which one tensor is made of others. Offsets and strides of pieces are bytes. No bytes are here.
+"""Tensors, their pieces, and the parts that make one of others. Offsets and strides count bytes. No bytes are here.
 
-A piece is a box of a *view* (a row-major factorisation of the tensor's shape) with one byte stride a view axis: row and column
-shards, flat ZeRO runs, QKV groups, rotary order and Conv1D are all pieces. Pieces are kept as columns: a million Piece objects would cost
-half a gigabyte, a million rows of a PieceTable about 50 MB.
+A piece is a box of a *view* (a row-major factorisation of the tensor's shape) with one byte stride a view axis: row and
+column shards, flat ZeRO runs, QKV groups, rotary order and Conv1D are all pieces. Pieces are kept as columns: a million
+Piece objects would cost half a gigabyte, a million rows of a PieceTable about 50 MB.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptctl.core.dtype import DType
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ckptctl.core.dtype import DType
 
 Ints = npt.NDArray[np.int64]
 
@@ -23,8 +25,8 @@ Ints = npt.NDArray[np.int64]
 class Key(NamedTuple):
     """What a tensor is called, and which of the parameter's states it is.
 
-    kind is the framework's own word: weight, master, exp_avg, exp_avg_sq, max_exp_avg_sq, momentum_buffer, sum, ema, buffer, other, ...
-    part is "" or "padding" (rows beyond the true vocabulary).
+    kind is the framework's own word: weight, master, exp_avg, exp_avg_sq, max_exp_avg_sq, momentum_buffer, sum, ema,
+    buffer, other, ... part is "" or "padding" (rows beyond the true vocabulary).
     """
 
     name: str
@@ -36,8 +38,8 @@ class Key(NamedTuple):
 class Source:
     """Bytes that pieces lie in: a file (relative to the checkpoint), or its bytes [start, stop) once decoded by codec.
 
-    codec is "" (offsets count from start of the file's range), or "zstd" (the range is one or several frames; offsets count in
-    what they decode to, decoded_nbytes long, -1 where the frames do not say).
+    codec is "" (offsets count from start of the file's range), or "zstd" (the range is one or several frames; offsets
+    count in what they decode to, decoded_nbytes long, -1 where the frames do not say).
     """
 
     path: str
@@ -51,8 +53,8 @@ class Source:
 class Piece:
     """Some elements of one tensor, and the bytes that hold them.
 
-    The element at lo + x of view (0 <= x < size, axis by axis) is at byte start + sum(strides * x) of source (an index into the
-    checkpoint's sources). 0-d tensors have view ().
+    The element at lo + x of view (0 <= x < size, axis by axis) is at byte start + sum(strides * x) of source (an index
+    into the checkpoint's sources). 0-d tensors have view ().
     """
 
     view: tuple[int, ...]
@@ -81,8 +83,8 @@ def dense_strides(size: tuple[int, ...], item: int) -> tuple[int, ...]:
 class PieceTable:
     """Pieces of one tensor over one view, as columns: a sequence of Piece, made on demand.
 
-    lo and size are (n, k) for a view of k axes, source and start are (n,), strides (n, k) in bytes or None where each box is
-    packed row-major.
+    lo and size are (n, k) for a view of k axes, source and start are (n,), strides (n, k) in bytes or None where each
+    box is packed row-major.
     """
 
     view: tuple[int, ...]
@@ -107,7 +109,8 @@ class PieceTable:
     @property
     def nbytes(self) -> int:
         """Memory of the columns."""
-        return sum(c.nbytes for c in (self.lo, self.size, self.source, self.start)) + (0 if self.strides is None else self.strides.nbytes)
+        columns = (self.lo, self.size, self.source, self.start, self.strides)
+        return sum(c.nbytes for c in columns if c is not None)
 
     @staticmethod
     def of(pieces: Iterable[Piece], itemsize: int) -> PieceTable:
@@ -116,13 +119,18 @@ class PieceTable:
         if not rows or any(p.view != rows[0].view for p in rows):
             raise ValueError("a table needs pieces of one view")
         k = len(rows[0].view)
-        cols = [np.array([getattr(p, c) for p in rows], dtype=np.int64).reshape(len(rows), k) for c in ("lo", "size", "strides")]
+        cols = [
+            np.array([getattr(p, c) for p in rows], dtype=np.int64).reshape(len(rows), k)
+            for c in ("lo", "size", "strides")
+        ]
         source = np.array([p.source for p in rows], dtype=np.int32)
         start = np.array([p.start for p in rows], dtype=np.int64)
         return PieceTable(rows[0].view, itemsize, cols[0], cols[1], source, start, cols[2])
 
     @staticmethod
-    def whole(shape: tuple[int, ...], itemsize: int, source: int, start: int, strides: tuple[int, ...] | None = None) -> PieceTable:
+    def whole(
+        shape: tuple[int, ...], itemsize: int, source: int, start: int, strides: tuple[int, ...] | None = None
+    ) -> PieceTable:
         """The one piece of a tensor that lies in one place; strides are bytes, packed row-major by default."""
         if strides is None:
             strides = dense_strides(shape, itemsize)
@@ -133,8 +141,9 @@ class PieceTable:
 class Tensor:
     """One logical tensor: what it is and where its elements lie.
 
-    pieces tile it exactly once (tables may have different views). replicas hold the same elements again elsewhere: each is a full set of tables.
-    why_unsupported is the reason why its bytes cannot be moved (sparse, quantized), "" where they can.
+    pieces tile it exactly once (tables may have different views). replicas hold the same elements again elsewhere: each
+    is a full set of tables. why_unsupported is the reason why its bytes cannot be moved (sparse, quantized), "" where
+    they can.
     """
 
     key: Key
@@ -145,7 +154,7 @@ class Tensor:
     trainable: bool | None = None
     why_unsupported: str = ""
     logical: tuple[int, ...] | None = None
-    """The shape a header shows where elements are smaller than a byte: dtype is then core.dtype.packed and shape is (bytes,)."""
+    """The shape a header shows where elements are less than a byte; dtype is then core.dtype.packed, shape (bytes,)."""
 
     @property
     def shown(self) -> tuple[int, ...]:
@@ -167,9 +176,10 @@ class Tensor:
 class Part:
     """A box of a native tensor that is a box of a hub tensor, axis for axis up to an order of axes.
 
-    Native element native_lo + x (0 <= x < size, in native_view) is hub element hub_lo + y (in hub_view), where y[axes[i]] = x[i].
-    Both views have as many axes. Example: k in Megatron's fused QKV of G groups, m query heads each: native_view (G, m + 2, d, h),
-    native_lo (0, m, 0, 0), size (G, 1, d, h); hub_view (G, 1, d, h), hub_lo (0, 0, 0, 0), axes (0, 1, 2, 3).
+    Native element native_lo + x (0 <= x < size, in native_view) is hub element hub_lo + y (in hub_view), where
+    y[axes[i]] = x[i]. Both views have as many axes. Example: k in Megatron's fused QKV of G groups, m query heads each:
+    native_view (G, m + 2, d, h), native_lo (0, m, 0, 0), size (G, 1, d, h); hub_view (G, 1, d, h), hub_lo (0, 0, 0, 0),
+    axes (0, 1, 2, 3).
     """
 
     hub: Key

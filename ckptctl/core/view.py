@@ -1,14 +1,18 @@
 """Views: row-major factorisations of a shape, and boxes of them. Pure integers; no bytes, no tensors.
 
-A tensor of shape (6, 4) has the views (24,), (6, 4), (2, 3, 4), ... Two views have a common refinement where their suffix products
-divide one another in order; an interval on one axis becomes at most 2k - 1 boxes of its k factors.
+A tensor of shape (6, 4) has the views (24,), (6, 4), (2, 3, 4), ... Two views have a common refinement where their
+suffix products divide one another in order; an interval on one axis becomes at most 2k - 1 boxes of its k factors.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Index = tuple[int, ...]
 Box = tuple[Index, Index]
@@ -34,7 +38,7 @@ def refinement(a: Index, b: Index) -> Index | None:
     if math.prod(a) != math.prod(b):
         raise ValueError(f"views {a} and {b} differ in elements")
     factors = []
-    for small, large in zip(products, products[1:], strict=False):
+    for small, large in itertools.pairwise(products):
         if large % small:
             return None
         factors.append(large // small)
@@ -43,7 +47,7 @@ def refinement(a: Index, b: Index) -> Index | None:
 
 @lru_cache(maxsize=4096)
 def groups(view: Index, fine: Index) -> tuple[Index, ...]:
-    """For each axis of view, the sizes of the axes of fine that it is made of, outermost first; () for an axis of size 1."""
+    """For each axis of view, the sizes of fine's axes that it is made of, outermost first; () for an axis of size 1."""
     out, at = [], 0
     for size in view:
         taken: list[int] = []
@@ -67,9 +71,14 @@ def interval_boxes(lo: int, size: int, factors: Index) -> list[Box]:
     out: list[Box] = []
     first, last = lo // inner, (stop - 1) // inner
     if first == last:
-        return [((first, *b_lo), (1, *b_size)) for b_lo, b_size in interval_boxes(lo - first * inner, size, factors[1:])]
+        return [
+            ((first, *b_lo), (1, *b_size)) for b_lo, b_size in interval_boxes(lo - first * inner, size, factors[1:])
+        ]
     if lo % inner:
-        out += [((first, *b_lo), (1, *b_size)) for b_lo, b_size in interval_boxes(lo % inner, inner - lo % inner, factors[1:])]
+        out += [
+            ((first, *b_lo), (1, *b_size))
+            for b_lo, b_size in interval_boxes(lo % inner, inner - lo % inner, factors[1:])
+        ]
         first += 1
     full = stop // inner
     if full > first:
@@ -94,7 +103,7 @@ def flat(lo: Index, view: Index) -> int:
 
 
 def run_of(view: Index, lo: Index, size: Index) -> tuple[int, int] | None:
-    """(first element, count) where the box is one run of the flattened tensor, else None. Boxes without elements are runs of 0."""
+    """(first element, count) where the box is one run of the flattened tensor, else None. Empty boxes are runs of 0."""
     count = math.prod(size)
     if count == 0:
         return 0, 0

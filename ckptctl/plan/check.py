@@ -1,4 +1,4 @@
-"""The checks made on a plan before a byte moves: source pieces tile their tensors, every target byte is filled, every source byte is accounted for.
+"""The checks made on a plan before a byte moves: pieces tile tensors, target bytes are filled, source bytes counted.
 
 Pure, like the plan. The two first together say that each target element is written exactly once.
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckptctl.core.compose import flat_runs
 from ckptctl.core.errors import Damaged
 from ckptctl.core.output import Fill
-from ckptctl.core.tensor import Ints, Key, Tensor
-from ckptctl.plan.index import SortedTable, SourceIndex
-from ckptctl.plan.planner import Plan
 from ckptctl.plan.steps import Extent, Move, step_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ckptctl.core.tensor import Ints, Key, Tensor
+    from ckptctl.plan.index import SortedTable, SourceIndex
+    from ckptctl.plan.planner import Plan
 
 
 def tiles(tensor: Tensor, tables: tuple[SortedTable, ...]) -> str:
@@ -47,8 +51,9 @@ def tiles(tensor: Tensor, tables: tuple[SortedTable, ...]) -> str:
 
 
 def _disjoint(lo: Ints, size: Ints) -> bool:
-    """Whether boxes share no element. Axis by axis they are put in slabs of equal intervals; only boxes of one slab can still meet.
+    """Whether boxes share no element.
 
+    Axis by axis they are put in slabs of equal intervals; only boxes of one slab can still meet.
     Where intervals of a slab differ and cross, its boxes are compared with one another.
     """
     slab = np.zeros(len(lo), np.int64)
@@ -73,7 +78,7 @@ def _disjoint(lo: Ints, size: Ints) -> bool:
 
 
 def _disjoint_in_pairs(lo: Ints, size: Ints, axis: int) -> bool:
-    """The same for boxes sorted by lo of an axis: each is compared with those that begin before it stops on that axis."""
+    """The same for boxes sorted by lo of an axis: each is compared with those that begin before it stops there."""
     first, stop = lo[:, axis], lo[:, axis] + size[:, axis]
     for row, last in enumerate(np.searchsorted(first, stop, side="left").tolist()):
         others = slice(row + 1, last)
@@ -103,7 +108,7 @@ def require_whole(index: SourceIndex, keys: Iterable[Key]) -> None:
         if why:
             raise Damaged(
                 f"{key.name} ({key.kind}) is not whole", why=why, code="tensor-incomplete",
-                fix="copy the missing files of the checkpoint; a run that was interrupted while saving cannot be completed",
+                fix="copy the missing files of the checkpoint; a save that was interrupted cannot be completed",
             )  # fmt: skip
 
 

@@ -1,21 +1,25 @@
-"""Which extents go together: those that gather strided elements from the same stretch of a source read it once. Pure."""
+"""Which extents go together: those that gather strided elements from one stretch of a source read it once. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ckptctl.plan.check import Totals
-from ckptctl.plan.planner import Plan
 from ckptctl.plan.steps import Extent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptctl.plan.check import Totals
+    from ckptctl.plan.planner import Plan
 
 Gang = tuple[Extent, ...]
 
 
 def gangs(plan: Plan, totals: Totals, budget_nbytes: int) -> Iterator[Gang]:
-    """Every extent once: alone where it copies runs, else with others that read an overlapping stretch, within the budget.
+    """Every extent once: alone where it copies runs, else with others that read an overlapping stretch, in the budget.
 
-    Extents of a gang are gathered together, each in its own buffer; the sum of their sizes is at most budget_nbytes (one larger
-    extent still makes a gang).
+    Extents of a gang are gathered together, each in its own buffer; the sum of their sizes is at most budget_nbytes
+    (one larger extent still makes a gang).
     """
     strided = sorted(totals.spans, key=lambda e: min((source, span) for source, span in totals.spans[e].items()))
     gang: list[Extent] = []
@@ -38,7 +42,7 @@ def gangs(plan: Plan, totals: Totals, budget_nbytes: int) -> Iterator[Gang]:
 
 
 def reread_factor(plan: Plan, totals: Totals, budget_nbytes: int) -> float:
-    """Bytes of source windows that the gangs read, over the bytes that strided moves stretch across; 1.0 where each is read once."""
+    """Bytes of source windows that gangs read, over those that strided moves stretch across; 1.0: each is read once."""
     windows: dict[int, list[tuple[int, int]]] = {}
     read = 0
     for gang in gangs(plan, totals, budget_nbytes):

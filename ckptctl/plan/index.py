@@ -6,9 +6,8 @@ Columns stay NumPy arrays: a million pieces take about 100 MB here, whatever the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +17,12 @@ from ckptctl.core.tensor import Ints, Key, Piece, PieceTable, Source, Tensor
 from ckptctl.core.view import Index, refinement, run_boxes, run_of, suffixes
 from ckptctl.plan.columns import refined_rows, strides_of
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
 
 class Hit(NamedTuple):
-    """Elements that the target wants and one source piece holds: a box, where it lies in the target and where in the source."""
+    """Elements that the target wants and one source piece holds: a box, and where it lies in target and source."""
 
     dst: int
     dst_strides: Index
@@ -34,8 +36,8 @@ class Hit(NamedTuple):
 class SortedTable:
     """A PieceTable without its empty rows, in order of first element.
 
-    first and last are flat element numbers of each row's corners; reach is the running maximum of last; runs tells whether
-    every row is one run of the flattened tensor with its bytes packed.
+    first and last are flat element numbers of each row's corners; reach is the running maximum of last; runs tells
+    whether every row is one run of the flattened tensor with its bytes packed.
     """
 
     table: PieceTable
@@ -107,7 +109,10 @@ class SourceIndex:
         return sum(t.nbytes for tables in self._sorted.values() for t in tables)
 
     def hits(self, key: Key, wanted: Piece, item: int) -> Iterator[Hit]:
-        """The source elements of one wanted piece (its start and strides are bytes of the output); item is the target's bytes an element."""
+        """The source elements of one wanted piece, whose start and strides are bytes of the output.
+
+        item is the target's bytes an element.
+        """
         if math.prod(wanted.size) == 0:
             return
         for table in self.tables(key):
@@ -165,7 +170,7 @@ def _run_hits(table: SortedTable, start: int, stop: int, dst: int, item: int) ->
 
 
 def _box_hits(table: SortedTable, wanted: Piece) -> Iterator[Hit]:
-    """wanted is a box of the table's own view."""
+    """Wanted is a box of the table's own view."""
     t = table.table
     if not t.view:
         for s, a in zip(t.source.tolist(), t.start.tolist(), strict=True):

@@ -1,28 +1,32 @@
-"""The planner: extents of output files, and the steps of one extent. Every function is pure; copies are never all held at once.
+"""The planner: extents of output files, and the steps of one extent. Pure; copies are never all held at once.
 
     plan = Plan(files, index)
     for extent in plan.extents(): for step in plan.extent(extent): ...
 
-`Plan.extent` finds an extent's segments and source pieces by bisection and returns steps in rising order of destination. It
-checks by count that they fill the extent exactly; that source pieces tile their tensors, so that none is written twice, is
-`plan.check`'s part.
+`Plan.extent` finds an extent's segments and source pieces by bisection and returns steps in rising order of
+destination. It checks by count that they fill the extent exactly; that source pieces tile their tensors, so that none
+is written twice, is `plan.check`'s part.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptctl.core.compose import compose, joined
-from ckptctl.core.dtype import DType
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.output import Fill, Late, OutputFile, Put, Region
 from ckptctl.core.tensor import Key, Piece, dense_strides
 from ckptctl.core.view import Box, run_boxes
-from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.steps import After, Cast, Extent, Move, Repeat, Step, Write, step_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckptctl.core.dtype import DType
+    from ckptctl.plan.index import SourceIndex
 
 EXTENT_NBYTES = 64 << 20
 """The largest extent, in bytes."""
@@ -32,8 +36,8 @@ EXTENT_NBYTES = 64 << 20
 class Plan:
     """A whole job as data: what is to be written, and where its bytes come from.
 
-    casts lists the pairs (source dtype, target dtype) of names that were asked for; a region whose dtype differs from its source's
-    without being listed is refused: a copy never casts.
+    casts lists the pairs (source dtype, target dtype) of names that were asked for; a region whose dtype differs from
+    its source's without being listed is refused: a copy never casts.
     """
 
     files: tuple[OutputFile, ...]
@@ -109,7 +113,8 @@ class Plan:
             rule = Cast(tensor.dtype.name, dtype.name)
             if rule not in self.casts:
                 raise Unsupported(
-                    f"{key.name} is {tensor.dtype.name} in the source and {dtype.name} in the target, and no cast was asked for"
+                    f"{key.name} is {tensor.dtype.name} in the source and {dtype.name} in the target, "
+                    "and no cast was asked for"
                 )
         item, own = dtype.itemsize, tensor.dtype.itemsize
         for hit in self.index.hits(key, wanted, item):
@@ -145,7 +150,7 @@ def extents_of(number: int, file: OutputFile, largest: int) -> Iterator[Extent]:
 
 
 def _cut(file: OutputFile, start: int, stop: int) -> int:
-    """The last place at or before stop (but after start) where the file may be cut; after stop only where nothing else is possible."""
+    """The last place at or before stop (but after start) where a file may be cut; after it where there is no other."""
     at = bisect_right(file.starts, stop) - 1
     segment, first = file.segments[at], file.starts[at]
     if isinstance(segment, Late):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.core.view import Index
+if TYPE_CHECKING:
+    from ckptctl.core.view import Index
 
 
 class Extent(NamedTuple):
@@ -29,8 +30,9 @@ class Cast(NamedTuple):
 class Move(NamedTuple):
     """A box of elements from a source to the output file: bits as they are, or by the named rule.
 
-    dst is the byte in the output file, src the byte in source (an index into the plan's sources). size, src_strides and dst_strides
-    are by axis, strides in bytes; () is one element. item and dst_item are bytes of an element on either side.
+    dst is the byte in the output file, src the byte in source (an index into the plan's sources). size, src_strides and
+    dst_strides are by axis, strides in bytes; () is one element. item and dst_item are bytes of an element on either
+    side.
     """
 
     dst: int
