@@ -122,7 +122,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         return self.checkpoint.kinds
 
     @property
-    def values(self) -> Any:  # type: ignore[override]
+    def values(self) -> Any:
         """The training state that is no tensor, by name (scheduler, rng, step, ...), as plain data and inert records."""
         return dict(self.checkpoint.values)
 

@@ -44,7 +44,8 @@ class DType:
         if self.name in _ML_DTYPES:
             import ml_dtypes
 
-            return np.dtype(getattr(ml_dtypes, _ML_DTYPES[self.name]))
+            dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _ML_DTYPES[self.name]))
+            return dtype
         if self.name in _NUMPY:
             return np.dtype(_NUMPY[self.name])
         return np.dtype(np.uint8)

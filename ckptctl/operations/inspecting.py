@@ -51,8 +51,8 @@ def ls(
 
 def described(key: Key, tensor: Tensor) -> Document:
     """One tensor as `--json` shows it. pieces counts the places that hold it; nothing is located for that."""
-    pieces = getattr(tensor.pieces, "count", None)
-    number = pieces if isinstance(pieces, int) else sum(map(len, tensor.pieces))
+    counted = getattr(tensor.pieces, "pieces", None)
+    number = counted if isinstance(counted, int) else sum(map(len, tensor.pieces))
     return {
         "name": key.name,
         "kind": key.kind,

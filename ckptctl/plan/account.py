@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptctl.core.tensor import Ints, Key, PieceTable, Source, Tensor
 
@@ -55,16 +56,16 @@ def account(
     return Account(total, used_nbytes, dict(dropped), max(0, total - used_nbytes - sum(dropped.values())))
 
 
-def _spans(table: PieceTable, rows: object) -> tuple[Ints, Ints]:
+def _spans(table: PieceTable, rows: npt.NDArray[np.intp]) -> tuple[Ints, Ints]:
     """First byte and one past the last of each row; rows with gaps between their elements count whole, those without elements not."""
-    size, start = table.size[rows], table.start[rows]  # type: ignore[index]
+    size, start = table.size[rows], table.start[rows]
     if not table.view:
         return start, start + table.itemsize
     full = (size > 0).all(axis=1)
     size, start = size[full], start[full]
     if table.strides is None:
         return start, start + size.prod(axis=1) * table.itemsize
-    strides = table.strides[rows][full]  # type: ignore[index]
+    strides = table.strides[rows][full]
     return start, start + ((size - 1) * strides).sum(axis=1) + table.itemsize
 
 

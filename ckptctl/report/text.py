@@ -46,7 +46,7 @@ def _clean(value: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in value.replace("\n", " "))
 
 
-def _table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
+def _table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> None:
     """A table: columns are (title, "left" or "right")."""
     cells = [[_clean(str(c)) for c in row] for row in rows]
     if not sys.stdout.isatty():

@@ -180,7 +180,7 @@ class LazyTable(Sequence[PieceTable]):
         self._lock = threading.Lock()
 
     @property
-    def count(self) -> int:
+    def pieces(self) -> int:
         """How many pieces there are, without locating them."""
         return len(self.chunks.offset)
 
