@@ -5,7 +5,7 @@ space(job)              what it needs on the disk, and what is free
 gang_nbytes(...)        the budget of plan.gangs that a run takes, for plan.reread_factor
 """
 
-from ckptctl.execute.job import Budget, Job, Outcome, Progress, gang_nbytes
+from ckptctl.execute.job import Budget, Job, Outcome, Progress, fitted, gang_nbytes, reread
 from ckptctl.execute.local import run, space
 
-__all__ = ["Budget", "Job", "Outcome", "Progress", "gang_nbytes", "run", "space"]
+__all__ = ["Budget", "Job", "Outcome", "Progress", "fitted", "gang_nbytes", "reread", "run", "space"]

@@ -5,14 +5,17 @@ bfloat16 is done on its bits: ml_dtypes' own casts hold the interpreter's lock, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptctl.core.errors import Unsupported
-from ckptctl.plan.steps import Cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptctl.plan.steps import Cast
 
 Array = npt.NDArray[Any]
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ckptctl.checksum import combine, crc32, crc_of_repeated
 from ckptctl.core.output import Late, OutputFile, Region
 from ckptctl.execute.journal import Done
 from ckptctl.plan.planner import Plan, extents_of, segments_in
-from ckptctl.plan.steps import Extent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckptctl.plan.steps import Extent
 
 
 class FileChecks:
@@ -42,7 +46,7 @@ class FileChecks:
 
     def crcs(self) -> dict[int, int]:
         """The CRC-32 of each needed segment; all extents are written."""
-        out = {i: 0 for i in self.needed}
+        out = dict.fromkeys(self.needed, 0)
         for extent in sorted(self._done):
             for segment, crc, nbytes in self._done[extent].segments:
                 out[segment] = combine(out[segment], crc, nbytes)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import Damaged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 _IOV_MAX = 1024
 """Buffers of one preadv. Source: POSIX limits.h; Linux has the same."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ckptctl.execute.cast import carrier, convert
-from ckptctl.execute.scatter import Bytes, parts, place
-from ckptctl.execute.sources import Sources
+from ckptctl.execute.memory import Bytes, buffer
+from ckptctl.execute.scatter import parts, place
 from ckptctl.plan.steps import After, Extent, Move, Repeat, Step, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ckptctl.execute.sources import Sources
 
 _FAR = 64 << 10
 """A gap between two runs that is read along is at most this long, ..."""
@@ -107,7 +111,7 @@ class Stream:
     """
 
     def __init__(self, sources: Sources, nbytes: int, full: Callable[[int, memoryview], None]) -> None:
-        self._array = np.empty(nbytes, np.uint8)
+        self._array = buffer(nbytes)
         self._buffer = self._array.data
         self._sources, self._full = sources, full
         self._reads = Reads(sources)
@@ -159,7 +163,7 @@ class Stream:
         types = carrier(move.rule.source), carrier(move.rule.target)
         while done < numel:
             n = min(numel - done, self._room(move.dst_item) // move.dst_item)
-            staged = np.empty(n * move.item, np.uint8)
+            staged = buffer(n * move.item)
             self._sources.read(move.source, move.src + done * move.item, [staged.data], len(staged))
             target = np.ndarray((n,), types[1], self._array, self._used)
             convert(target, staged.view(types[0]), move.rule)
@@ -198,7 +202,7 @@ def gather(
     sources: Sources, gang: Sequence[tuple[Extent, Sequence[Step]]], window_nbytes: int, check: Callable[[], None]
 ) -> list[Filled]:
     """The bytes of all extents of a gang; each stretch of a source is read once for all of them. check is called now and then."""
-    filled = [Filled(e, np.empty(e.stop - e.start, np.uint8)) for e, _ in gang]
+    filled = [Filled(e, buffer(e.stop - e.start)) for e, _ in gang]
     reads = Reads(sources)
     wants: list[Iterator[_Want]] = []
     for number, (extent, steps) in enumerate(gang):
@@ -214,7 +218,7 @@ def gather(
                 # Half a window: parts of neighbouring files that cover one stretch then fit one window together.
                 wants.append(_wanted(step, number, window_nbytes // 2))
     reads.flush()
-    window = np.empty(window_nbytes, np.uint8)
+    window = buffer(window_nbytes)
     for group, start, stop in _windows(heapq.merge(*_by_start(wants)), window_nbytes):
         check()
         _scatter(sources, filled, group, start, stop, window)
@@ -268,7 +272,7 @@ def _scatter(sources: Sources, filled: list[Filled], group: list[_Want], start: 
         sources.read(want.source, start, [into.data.data[at : at + stop - start]], stop - start)
         return
     # A single part may stretch further than the window where its elements overlap or limits are tiny.
-    data = window if stop - start <= len(window) else np.empty(stop - start, np.uint8)
+    data = window if stop - start <= len(window) else buffer(stop - start)
     sources.read(group[0].source, start, [data.data[: stop - start]], stop - start)
     for want in group:
         into = filled[want.number]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ckptctl.core.output import Region
-from ckptctl.core.tensor import Key, Source
 from ckptctl.plan.check import Totals, check
-from ckptctl.plan.planner import Plan
+from ckptctl.plan.gangs import reread_factor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ckptctl.core.tensor import Key, Source
+    from ckptctl.plan.planner import Plan
 
 Json = Any
 """Plain data that the json module writes."""
@@ -22,6 +26,9 @@ _OVERHEAD_NBYTES = 48 * MIB
 """What NumPy, ctypes, threads and their stacks take beside the buffers, measured on CPython 3.11 and rounded up."""
 _LEAST_NBYTES = 16 * MIB
 """Buffers of this size are taken however small the budget is."""
+LEAST_EXTENT_NBYTES = 4 * MIB
+"""Extents are not made smaller than this to read less."""
+_REREAD = 1.25
 
 
 @dataclass(frozen=True)
@@ -110,15 +117,36 @@ def sizes_of(budget: Budget, plan: Plan, coded: bool) -> Sizes:
 
 
 def gang_nbytes(budget: Budget, plan: Plan, sources: Sequence[Source]) -> int:
-    """What plan.gangs is to be given: the same number that a run takes, for the dry run's re-read factor."""
-    return sizes_of(budget, plan, any(s.codec for s in sources)).gang
+    """What a run of a fitted plan gives to plan.gangs: for the dry run's re-read factor."""
+    return sizes_of(budget, plan, any(sources[n].codec for n in used_sources(plan))).gang
 
 
-def fitted(job: Job, sizes: Sizes) -> Job:
-    """The job with extents small enough for the buffers, counted anew where that changes them."""
-    if job.plan.extent_nbytes <= sizes.extent:
-        return job
-    plan = replace(job.plan, extent_nbytes=max(1, sizes.extent))
+def sizes_for(job: Job, budget: Budget) -> Sizes:
+    """How a budget is shared out for a job."""
+    return sizes_of(budget, job.plan, any(job.sources[n].codec for n in used_sources(job.plan)))
+
+
+def fitted(job: Job, budget: Budget) -> Job:
+    """The job with extents that fit the budget and let gangs read each stretch of a source about once; counted anew where they change.
+
+    What a run does with every job; a dry run takes its numbers from here, too. A fitted job is left as it is.
+    """
+    sizes = sizes_for(job, budget)
+    if job.plan.extent_nbytes > sizes.extent:
+        job = _cut(job, max(1, sizes.extent))
+    # With smaller extents a gang reaches over more files.
+    while job.plan.extent_nbytes > LEAST_EXTENT_NBYTES and reread(job, budget) > _REREAD:
+        job = _cut(job, max(LEAST_EXTENT_NBYTES, job.plan.extent_nbytes // 4))
+    return job
+
+
+def reread(job: Job, budget: Budget) -> float:
+    """How often strided stretches of the source are read, 1.0 for once."""
+    return reread_factor(job.plan, job.totals, sizes_for(job, budget).gang)
+
+
+def _cut(job: Job, extent_nbytes: int) -> Job:
+    plan = replace(job.plan, extent_nbytes=extent_nbytes)
     return replace(job, plan=plan, totals=check(plan))
 
 

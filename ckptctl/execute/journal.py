@@ -12,10 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import ckptctl
 from ckptctl.core.errors import CkptError, SourceChanged
@@ -23,8 +22,12 @@ from ckptctl.core.output import Fill, Late, Put, Region
 from ckptctl.execute.job import Job, Json, used_keys, used_sources
 from ckptctl.execute.sources import seen
 from ckptctl.execute.system import boot_id, reading_failed, writing_failed
-from ckptctl.plan.planner import Plan
 from ckptctl.plan.steps import Extent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ckptctl.plan.planner import Plan
 
 SCHEMA = "ckptctl.journal/1"
 _ENDS = 64 << 10

@@ -10,18 +10,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import CkptError, Interrupted, SourceChanged
 from ckptctl.execute.cast import require_casts
 from ckptctl.execute.checks import FileChecks, extent_crc
 from ckptctl.execute.files import read_all
-from ckptctl.execute.job import Budget, Job, Json, Outcome, Progress, Sizes, fitted, sizes_of, used_sources
+from ckptctl.execute.job import Budget, Job, Json, Outcome, Progress, Sizes, fitted, sizes_for, used_sources
 from ckptctl.execute.journal import Journal, Past, header_of, read_journal, require_same, source_marks
 from ckptctl.execute.memory import Stopped
 from ckptctl.execute.sources import Sources, seen
@@ -29,7 +27,13 @@ from ckptctl.execute.system import cores, peak_rss, writing_failed
 from ckptctl.execute.target import Partial, free_nbytes, require_apart, require_new, require_paths, require_space
 from ckptctl.execute.work import Shared, Worker, finish
 from ckptctl.plan.gangs import Gang, gangs
-from ckptctl.plan.steps import Extent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+    from types import FrameType
+
+    from ckptctl.plan.steps import Extent
 
 _MOST_JOBS = 8
 _SYNCERS = 2
@@ -57,8 +61,8 @@ def run(
     """
     started = time.monotonic()
     budget = budget or Budget()
-    sizes = _sizes(job, budget)
-    job = fitted(job, sizes)
+    job = fitted(job, budget)
+    sizes = sizes_for(job, budget)
     require_casts(job.plan.casts)
     require_paths(job.plan.files, job.folder)
     require_apart(job.target, job.root, [job.root / job.sources[n].path for n in used_sources(job.plan)])
@@ -91,12 +95,8 @@ def run(
 
 def space(job: Job, budget: Budget | None = None) -> tuple[int, int]:
     """(bytes that the job needs on the target's disk, bytes that are free there). Nothing is written or resumed."""
-    sizes = _sizes(job, budget or Budget())
+    sizes = sizes_for(job, budget or Budget())
     return sum(f.nbytes for f in job.plan.files) + _scratch_nbytes(job, sizes), free_nbytes(job.target.parent)
-
-
-def _sizes(job: Job, budget: Budget) -> Sizes:
-    return sizes_of(budget, job.plan, any(job.sources[n].codec for n in used_sources(job.plan)))
 
 
 def _scratch_nbytes(job: Job, sizes: Sizes) -> int:

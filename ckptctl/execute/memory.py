@@ -1,10 +1,29 @@
-"""One memory budget shared by threads: each takes what its work needs as one, and waits while there is less. No bytes are here."""
+"""Memory of a job: buffers that go back to the system at once, and one budget shared by threads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
 from contextlib import contextmanager
 from threading import Condition, Event
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Bytes = npt.NDArray[np.uint8]
+
+_OWN_PAGES = 256 << 10
+
+
+def buffer(nbytes: int) -> Bytes:
+    """An array of nbytes. Its pages are its own: malloc would keep those of freed arrays for the thread that had them."""
+    if nbytes < _OWN_PAGES:
+        return np.empty(nbytes, np.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, np.uint8)
 
 
 class Stopped(Exception):

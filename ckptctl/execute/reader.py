@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckptctl.core.tensor import Source
 from ckptctl.execute.gather import gather
-from ckptctl.execute.scatter import Bytes
 from ckptctl.execute.sources import Sources
 from ckptctl.execute.system import reading_failed
 from ckptctl.plan.steps import Extent, Move
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptctl.core.tensor import Source
+    from ckptctl.execute.memory import Bytes
 
 _WINDOW_NBYTES = 16 << 20
 

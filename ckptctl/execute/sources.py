@@ -8,15 +8,19 @@ from __future__ import annotations
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import CkptError, Damaged, NoSpace, Unsupported
-from ckptctl.core.tensor import Source
 from ckptctl.execute.files import OpenFiles, read_all, too_short
 from ckptctl.execute.system import reading_failed, writing_failed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from ckptctl.core.tensor import Source
 
 _FEED = 1 << 20
 """Compressed bytes read at a time."""

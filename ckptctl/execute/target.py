@@ -12,13 +12,17 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import CkptError, NoSpace, Unsafe, Usage
-from ckptctl.core.output import OutputFile
 from ckptctl.execute.system import EXCHANGE, NOREPLACE, allocate, rename, writing_failed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ckptctl.core.output import OutputFile
 
 
 def require_apart(target: Path, root: Path, files: Iterable[Path]) -> None:

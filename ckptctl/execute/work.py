@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from threading import Event, Lock
+from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import CkptError
 from ckptctl.execute.checks import ExtentChecks, FileChecks
 from ckptctl.execute.files import OpenFiles, too_short, write_all
 from ckptctl.execute.gather import Stream, gather, is_stream
-from ckptctl.execute.job import Sizes
-from ckptctl.execute.journal import Done, Journal
 from ckptctl.execute.memory import Memory, Stopped
-from ckptctl.execute.sources import Sources
 from ckptctl.execute.system import reading_failed, start_writeback, writing_failed
-from ckptctl.plan.gangs import Gang
-from ckptctl.plan.planner import Plan
 from ckptctl.plan.steps import Extent, Move, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from ckptctl.execute.job import Sizes
+    from ckptctl.execute.journal import Done, Journal
+    from ckptctl.execute.sources import Sources
+    from ckptctl.plan.gangs import Gang
+    from ckptctl.plan.planner import Plan
 
 DIRECT_NBYTES = 1 << 20
 """Runs from this length on are left to the kernel."""
