@@ -74,6 +74,21 @@ def test_no_page_names_an_option_that_is_not_there():
     assert wrong == []
 
 
+@pytest.mark.xfail(
+    strict=True, reason="--from, --slice and --report have parameters of other names; they need an envvar"
+)
+def test_every_flag_has_an_environment_variable_of_its_name():
+    odd = []
+    for name, command in commands().items():
+        for parameter in command.params:
+            flags = {o[2:].replace("-", "_") for o in parameter.opts if o.startswith("--")}
+            want = {f"CKPTCTL_{name}_{flag}".upper() for flag in flags}
+            given = parameter.envvar or f"CKPTCTL_{name}_{parameter.name}".upper()
+            if flags and want.isdisjoint({given} if isinstance(given, str) else set(given)):
+                odd.append(f"{sorted(want)[0]} is {given}")
+    assert odd == []
+
+
 class Example(NamedTuple):
     """A command line in a page's console block, and the lines shown below it; `...` stands for anything."""
 
