@@ -174,7 +174,7 @@ class _Run:
         self._same_source()
         if before_commit is not None:
             before_commit(self.partial.out)
-        self.partial.commit(overwrite, lambda inode: self.journal.line({"complete": inode}))
+        self.partial.commit(files, overwrite, lambda inode: self.journal.line({"complete": inode}))
         return Outcome(
             time.monotonic() - self.started,
             self.job.totals.written_nbytes,

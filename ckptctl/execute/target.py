@@ -221,15 +221,14 @@ class Partial:
             raise writing_failed(err, path) from err
         return kept
 
-    def commit(self, overwrite: bool, said: Callable[[int], None]) -> None:
-        """Give the result its name. The files' own bytes are on the disk already. said(inode) is called just before.
+    def commit(self, files: Sequence[OutputFile], overwrite: bool, said: Callable[[int], None]) -> None:
+        """Give the result its name. The bytes of files are on the disk already. said(inode) is called just before.
 
         With overwrite, what was there stands until then and is removed after. Usage where a target turned up meanwhile.
         """
         try:
-            _sync_tree(self.out)
+            _sync_tree(self.out, set(map(self.path_of, files)))
             said(self.out.lstat().st_ino)
-            os.fsync(self.fd)
             if os.path.lexists(self.target):
                 require_new(self.target, overwrite)
                 self._swap()
@@ -292,11 +291,10 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _sync_tree(path: Path) -> None:
-    """A file, or a folder and all in it, the innermost first. Files that are on the disk already cost little."""
+def _sync_tree(path: Path, synced: set[Path]) -> None:
+    """A file, or a folder and all in it, the innermost first; files that are on the disk already are left alone."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
-            _sync(Path(folder, name))
+            if Path(folder, name) not in synced:
+                _sync(Path(folder, name))
         _sync(Path(folder))
-    if not path.is_dir():
-        _sync(path)
