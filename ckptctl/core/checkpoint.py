@@ -152,6 +152,8 @@ STEP_NAMES = ("step", "global_step", "global_steps", "iteration", "iter", "num_u
 WEIGHTS = ("weight", "buffer")
 """Kinds that a weights-only target holds."""
 MASTER = "master"
+OTHER = "other"
+"""Kind of tensors that stand among the values of a training state, too large to be read as values."""
 
 
 def is_state(key: Key) -> bool:

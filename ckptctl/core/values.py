@@ -106,3 +106,11 @@ class OrderedPairs(dict[Tree, Tree]):
     """collections.OrderedDict of a pickle: a dict that is written again as one. attributes are what BUILD put on it (`_metadata`)."""
 
     attributes: Tree = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor among the values that is too large to be one: it is the checkpoint's tensor (name, kind), and is moved like one."""
+
+    name: str
+    kind: str = "other"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
-from ckptctl.core.checkpoint import Group, Optimizer, PathKey
-from ckptctl.core.errors import Damaged, MissingFact
+from ckptctl.core.checkpoint import Group, Optimizer, PathKey, part_of
+from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.values import Array, Record, Tree
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "network", "net", "weights", "params")
@@ -40,6 +40,8 @@ class Leaf(Protocol):
         """Its element type."""
 
 
+EMA_KEYS = ("ema", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "ema_params")
+"""Averaged copies of the weights: never taken for the model itself."""
 IsLeaf = Callable[[Tree], bool]
 
 
@@ -61,65 +63,86 @@ class Found:
 
 
 def find(root: Tree, is_leaf: IsLeaf) -> Found:
-    """The parts of a state dict. A root that is no dict, or holds no tensor, gives a Found without a model."""
+    """The parts of a state dict. A root that is no dict, or holds no tensor, gives a Found without a model.
+
+    Unsupported where several dicts hold tensors and none is known to be the model's: which one it is would be a guess.
+    """
     found = Found()
     if not isinstance(root, Mapping):
         return found
-    root, prefix = _unwrapped(root, is_leaf)
-    model_key = _container(root, MODEL_KEYS, is_leaf)
+    root, prefix = _unwrapped(root, is_leaf, found.rest)
     optimizer_key = next((k for k in OPTIMIZER_KEYS if k in root and _is_optimizer(root[k])), None)
+    model_key = _model_key(root, optimizer_key, is_leaf)
+    bare = model_key is None
     if model_key is not None:
         found.model_path = (*prefix, model_key)
         _collect(root[model_key], "", found.model, found.model_values, is_leaf)
+    elif optimizer_key is None and not any(is_leaf(v) for v in root.values()):
+        # A state dict nested by module: every tensor is the model's, and nothing else is there to be told apart.
+        values: dict[str, Tree] = {}
+        _collect(root, "", found.model, values, is_leaf)
+        if found.model:
+            found.rest.update({k: v for k, v in root.items() if k in values})
+            return found
     for key, value in root.items():
         if key == model_key:
             continue
         if key == optimizer_key:
             found.optimizer_path = (*prefix, key)
             _optimizer(value[0] if isinstance(value, (list, tuple)) else value, found, is_leaf)
-        elif model_key is None and is_leaf(value):
+        elif bare and is_leaf(value) and part_of(str(key)) == "other":
             found.model[str(key)] = value
         else:
             found.rest[str(key)] = value
-    if not found.model and optimizer_key is None:
-        # A state dict nested by module: every tensor is the model's.
-        _collect(root, "", found.model, found.rest, is_leaf)
-        found.rest = (
-            {}
-            if found.model and all(k in found.rest for k in root)
-            else {k: v for k, v in found.rest.items() if k in root}
-        )
     return found
 
 
-def _unwrapped(root: Mapping[Any, Tree], is_leaf: IsLeaf) -> tuple[Mapping[Any, Tree], tuple[PathKey, ...]]:
-    """Goes down while the only dict that looks like a training state is one level deeper ("app")."""
+def _holds_tensors(value: Tree, is_leaf: IsLeaf) -> bool:
+    return isinstance(value, Mapping) and any(True for _ in _leaves(value, is_leaf))
+
+
+def _is_training_state(root: Mapping[Any, Tree], is_leaf: IsLeaf) -> bool:
+    """Whether a dict has a model's dict or an optimizer's among its values, by their usual names."""
+    return any(_holds_tensors(root.get(k), is_leaf) for k in MODEL_KEYS) or any(
+        _is_optimizer(root.get(k)) for k in OPTIMIZER_KEYS
+    )
+
+
+def _unwrapped(
+    root: Mapping[Any, Tree], is_leaf: IsLeaf, rest: dict[str, Tree]
+) -> tuple[Mapping[Any, Tree], tuple[PathKey, ...]]:
+    """Goes down while the training state is one level deeper ("app"); what stands beside it is put into rest."""
     prefix: tuple[PathKey, ...] = ()
     for _ in range(4):
-        if _container(root, MODEL_KEYS, is_leaf) is not None or any(
-            k in root and _is_optimizer(root[k]) for k in OPTIMIZER_KEYS
-        ):
+        if _is_training_state(root, is_leaf):
             break
-        inner = [
-            k
-            for k, v in root.items()
-            if isinstance(v, Mapping)
-            and (_container(v, MODEL_KEYS, is_leaf) or any(_is_optimizer(v.get(o)) for o in OPTIMIZER_KEYS))
-        ]
-        if len(inner) != 1 or len(root) != 1:
+        inner = [k for k, v in root.items() if isinstance(v, Mapping) and _is_training_state(v, is_leaf)]
+        beside = {str(k): v for k, v in root.items() if k not in inner}
+        if len(inner) != 1 or any(is_leaf(v) or _holds_tensors(v, is_leaf) for v in beside.values()):
             break
+        rest.update(beside)
         prefix = (*prefix, inner[0])
         root = root[inner[0]]
     return root, prefix
 
 
-def _container(root: Mapping[Any, Tree], keys: Sequence[str], is_leaf: IsLeaf) -> str | None:
-    """The first of keys whose value is a dict with a tensor in it. A plain state dict of a module called `model` has no such split."""
-    if any(is_leaf(v) for v in root.values()):
-        return None
-    return next(
-        (k for k in keys if isinstance(root.get(k), Mapping) and any(True for _ in _leaves(root[k], is_leaf))), None
-    )
+def _model_key(root: Mapping[Any, Tree], optimizer_key: str | None, is_leaf: IsLeaf) -> Any:
+    """The key of the model's dict: by its usual names, else the only dict that holds tensors beside an optimizer."""
+    known = next((k for k in MODEL_KEYS if _holds_tensors(root.get(k), is_leaf)), None)
+    if known is not None or optimizer_key is None:
+        return known
+    others = [
+        k
+        for k, v in root.items()
+        if k != optimizer_key and k not in EMA_KEYS and part_of(str(k)) == "other" and _holds_tensors(v, is_leaf)
+    ]
+    loose = [k for k, v in root.items() if is_leaf(v) and part_of(str(k)) == "other"]
+    if len(others) > 1:
+        raise Unsupported(
+            "several dicts of the file hold tensors, and none is called as the model's usually is", why=f"they are {', '.join(map(str, others[:6]))}",
+            fix=f"save the one that is the model's under one of {', '.join(MODEL_KEYS)}",
+        )  # fmt: skip
+    return others[0] if others and not loose else None
 
 
 def _leaves(tree: Tree, is_leaf: IsLeaf) -> Iterator[Tree]:
@@ -187,10 +210,18 @@ def _flat_optimizer(flat: Mapping[str, Tree], found: Found) -> None:
     Source: torch 2.13.0, distributed/checkpoint/state_dict.py, _unflatten_optim_state_dict.
     """
     options: dict[str, dict[str, Tree]] = {}
+    listed: dict[int, dict[str, Tree]] = {}
     for key, value in flat.items():
         part, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
+        if part == "param_groups" and name.isdigit():  # written without paths: the index of a group in its list
+            listed.setdefault(int(name), {})[last] = value
+            continue
         (found.states.setdefault(name, {}) if part == "state" else options.setdefault(name, {}))[last] = value
+    found.groups = [{"params": [], **listed[n]} for n in sorted(listed)]
+    if listed and not options:
+        found.flat_optimizer = False
+        return
     order = {name: i for i, name in enumerate(found.model)}
     names = sorted(options, key=lambda n: order.get(n, len(order)))
     for name in names:

@@ -65,6 +65,8 @@ class Content:
     optimizer: Optimizer | None = None
     values: Mapping[str, Tree] = field(default_factory=dict)
     model_values: Mapping[str, Tree] = field(default_factory=dict)
+    held: Mapping[tuple[str, str], Item] = field(default_factory=dict)
+    """Tensors that stand among the values, by (name, kind)."""
     ties: Mapping[str, str] = field(default_factory=dict)
     collapsed: frozenset[str] = frozenset()
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ckptctl.core.dtype import packed
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
-from ckptctl.core.values import Array, OrderedPairs, Record, TensorRef, Tree
+from ckptctl.core.values import Array, Held, OrderedPairs, Record, TensorRef, Tree
 from ckptctl.formats.bytesource import ByteSource
 
-VALUE_LIMIT = 16 << 20
-"""The largest tensor that is read as a value (random state, counters), in bytes."""
+VALUE_LIMIT = 64 << 10
+"""The largest tensor that is read as a value (random state, counters), in bytes; larger ones are tensors of kind other."""
 
 
 def tensor_of(key: Key, ref: TensorRef, source: int) -> Tensor:
@@ -60,10 +61,10 @@ def aliases(tensors: Mapping[str, TensorRef]) -> dict[str, str]:
     return out
 
 
-def read_array(ref: TensorRef, reader: ByteSource) -> Array:
-    """A small tensor as a value, its elements packed row-major. Unsupported above VALUE_LIMIT, and for strided ones of more than a megabyte."""
+def read_array(ref: TensorRef, reader: ByteSource, limit: int = VALUE_LIMIT) -> Array:
+    """A small tensor as a value, its elements packed row-major. Unsupported above limit, and where the stored bits are not its values."""
     nbytes = ref.dtype.nbytes(ref.shape)
-    if nbytes > VALUE_LIMIT or ref.conj or ref.neg:
+    if nbytes > limit or ref.conj or ref.neg:
         raise Unsupported(
             f"a tensor of {nbytes} bytes among the values is too large, or not plain",
             where=reader.path,
@@ -78,6 +79,8 @@ def read_array(ref: TensorRef, reader: ByteSource) -> Array:
     else:
         import numpy as np
 
+        if len(ref.shape) > 60:
+            raise Unsupported(f"a tensor of {len(ref.shape)} axes among the values cannot be read", where=reader.path)
         span = sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True)) * item + item
         raw = np.frombuffer(reader.read(start, span), np.uint8)
         strides = tuple(s * item for s in ref.stride)
@@ -85,33 +88,34 @@ def read_array(ref: TensorRef, reader: ByteSource) -> Array:
     return Array(ref.dtype.name, ref.shape, data)
 
 
-def map_leaves(tree: Tree, convert: Callable[[TensorRef], Tree]) -> Tree:
-    """The tree with every TensorRef replaced; containers are made anew only where something in them changed. Cycles are kept as they are."""
+def map_leaves(tree: Tree, convert: Callable[[TensorRef, str], Tree], path: str = "") -> Tree:
+    """The tree with every TensorRef replaced by convert(it, its dotted path). Containers are made anew where something in them changed.
+
+    Cycles are kept as they are. Nesting beyond 200 levels is left as it is.
+    """
     done: dict[int, Tree] = {}
     kept: list[Tree] = []  # ids stay those of living objects
 
-    def walk(at: Tree, depth: int) -> Tree:
-        if isinstance(at, TensorRef):
-            if id(at) not in done:
-                done[id(at)] = convert(at)
-                kept.append(at)
-            return done[id(at)]
-        if depth > 200 or not isinstance(at, (dict, list, tuple, set, Record)):
+    def walk(at: Tree, where: str, depth: int) -> Tree:
+        if not isinstance(at, (TensorRef, dict, list, tuple, Record)):
             return at
-        if id(at) in done:
-            return done[id(at)]
+        if id(at) in done or depth > 200:
+            return done.get(id(at), at)
         done[id(at)] = at
         kept.append(at)
-        out = _rebuilt(at, lambda inner: walk(inner, depth + 1))
+        if isinstance(at, TensorRef):
+            out = convert(at, where)
+        else:
+            out = _rebuilt(at, lambda inner, key: walk(inner, f"{where}.{key}" if where else str(key), depth + 1))
         done[id(at)] = out
         return out
 
-    return walk(tree, 0)
+    return walk(tree, path, 0)
 
 
-def _rebuilt(at: Tree, walk: Callable[[Tree], Tree]) -> Tree:
+def _rebuilt(at: Tree, walk: Callable[[Tree, Any], Tree]) -> Tree:
     if isinstance(at, dict):
-        pairs = {k: walk(v) for k, v in at.items()}
+        pairs = {k: walk(v, k) for k, v in at.items()}
         if all(pairs[k] is v for k, v in at.items()):
             return at
         if isinstance(at, OrderedPairs):
@@ -120,12 +124,25 @@ def _rebuilt(at: Tree, walk: Callable[[Tree], Tree]) -> Tree:
             return ordered
         return pairs
     if isinstance(at, (list, tuple)):
-        items = [walk(v) for v in at]
+        items = [walk(v, i) for i, v in enumerate(at)]
         if all(a is b for a, b in zip(items, at, strict=True)):
             return at
         return items if isinstance(at, list) else type(at)(items) if type(at) is not tuple else tuple(items)
     if isinstance(at, Record):
-        at.args, at.state, at.kwargs = walk(at.args), walk(at.state), walk(at.kwargs)
-        at.items = [walk(v) for v in at.items]
-        at.pairs = [(k, walk(v)) for k, v in at.pairs]
+        at.args, at.state, at.kwargs = walk(at.args, "args"), walk(at.state, "state"), walk(at.kwargs, "kwargs")
+        at.items = [walk(v, i) for i, v in enumerate(at.items)]
+        at.pairs = [(k, walk(v, k)) for k, v in at.pairs]
     return at
+
+
+def value_of(tree: Tree, path: str, reader: ByteSource, tensors: dict[Key, Tensor], source: int) -> Tree:
+    """A value with its tensors inside: small ones read, larger ones put among tensors under their path, and Held in the tree."""
+
+    def convert(ref: TensorRef, where: str) -> Tree:
+        if ref.dtype.nbytes(ref.shape) <= VALUE_LIMIT and not (ref.conj or ref.neg):
+            return read_array(ref, reader)
+        key = Key(where, "other")
+        tensors[key] = tensor_of(key, ref, source)
+        return Held(key.name, key.kind)
+
+    return map_leaves(tree, convert, path)

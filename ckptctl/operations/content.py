@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ckptctl.core.checkpoint import MASTER, WEIGHTS, Checkpoint, Optimizer, is_state, part_of
+from ckptctl.core.checkpoint import MASTER, OTHER, WEIGHTS, Checkpoint, Optimizer, is_state, part_of
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported, Usage
 from ckptctl.core.tensor import Key, Tensor
@@ -71,10 +71,15 @@ def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Li
     """
     lines: list[Line] = []
     weights = _weights(source, wanted, lines)
-    states = {(k.name, k.kind): Item(k, t, t.dtype) for k, t in source.tensors.items() if is_state(k)}
+    states = {
+        (k.name, k.kind): Item(k, t, t.dtype) for k, t in source.tensors.items() if is_state(k) and k.kind != OTHER
+    }
+    held = {(k.name, k.kind): Item(k, t, t.dtype) for k, t in source.tensors.items() if k.kind == OTHER}
     scalars = dict(source.optimizer.scalars) if source.optimizer else {}
     if wanted.to == "hf":
-        _refuse_losing(source, wanted, states)
+        _refuse_losing(source, wanted, {**states, **held})
+        lines += [Line("other tensors", "dropped", f"{len(held)} tensors: --no-optimizer")] if held else []
+        held = {}
     keep = not wanted.no_optimizer and wanted.to != "hf"
     if keep:
         _movable(states.values())
@@ -88,9 +93,9 @@ def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Li
         _kept(source, states, scalars, optimizer, lines)
     collapsed = _collapsed(source, weights, wanted, lines)
     ties = {a: o for a, o in source.ties.items() if a in weights and o in weights and a not in collapsed}
-    return Content(
-        source, weights, states, optimizer, values, source.model_values if wanted.to != "hf" else {}, ties, collapsed
-    ), lines
+    _movable(held.values())
+    model_values = source.model_values if wanted.to != "hf" else {}
+    return Content(source, weights, states, optimizer, values, model_values, held, ties, collapsed), lines
 
 
 def _matches(name: str, globs: tuple[str, ...]) -> bool:
@@ -184,7 +189,7 @@ def _refuse_losing(source: Checkpoint, wanted: Conversion, states: Mapping[tuple
     kinds = sorted({kind for _, kind in states if kind != "step"})
     if kinds and not wanted.no_optimizer:
         raise StateNotCarried(
-            f"a Hugging Face folder has no place for the optimizer's state ({', '.join(kinds)})", where=source.root,
+            f"a Hugging Face folder has no place for the training state ({', '.join(kinds)})", where=source.root,
             why=f"{len(states)} tensors of it would be lost", fix="add --no-optimizer to let it go, or convert to torch or dcp, which keep it",
         )  # fmt: skip
 

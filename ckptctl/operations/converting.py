@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ckptctl import __version__
-from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state
+from ckptctl.core.checkpoint import Checkpoint
 from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.core.sizes import parse_size
-from ckptctl.core.tensor import Key
 from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run, space
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
@@ -110,8 +109,6 @@ def reshard(
     wanted = Conversion(source.format, dp=dp, tp=tp, max_shard_size=max_shard_size or "5GB")
     check_flags(wanted)
     content, lines = content_of(source, wanted)
-    if source.format == "hf":
-        content = replace(content, collapsed=frozenset(a for a in source.ties if a in content.weights))
     ranks = dp or source.layout.get("world_size") or 1
     choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), ranks, own_names=source.format == "dcp")
     planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))
@@ -180,7 +177,7 @@ def _planned(
     written: Written = import_module(f"ckptctl.formats.{to}.write").write(content, choices)
     tensors = {**source.tensors, **written.tensors}
     sources = (*source.sources, *written.sources)
-    items = [*content.weights.values(), *content.states.values()]
+    items = [*content.weights.values(), *content.states.values(), *content.held.values()]
     index = SourceIndex(tensors, sources)
     require_whole(index, {i.key for i in items})
     require_equal_copies(content, index, budget)
@@ -189,9 +186,7 @@ def _planned(
     totals = check(plan)
     job = fitted(Job(plan, totals, sources, Path(source.root), dst, written.folder, fingerprint), budget)
     spent = account(tensors, sources, _sizes(source), {i.key for i in items} | set(written.tensors), source.ties)
-    return Planned(
-        content, written, job.plan, job.totals, job, spent, (*lines, *written.lines, *_unused(content, items))
-    )
+    return Planned(content, written, job.plan, job.totals, job, spent, (*lines, *written.lines))
 
 
 def _sizes(source: Checkpoint) -> dict[str, int]:
@@ -203,19 +198,6 @@ def _sizes(source: Checkpoint) -> dict[str, int]:
 def _extent_nbytes(budget: Budget) -> int:
     """Extents small enough that several fit the budget with their windows."""
     return max(1 << 20, min(EXTENT_NBYTES, budget.memory_nbytes // 16))
-
-
-def _unused(content: Content, items: list[Item]) -> Iterator[Line]:
-    """Tensors that nothing above took and that no line names: every source tensor is accounted for."""
-    taken = {i.key for i in items}
-    named = {k for k in content.source.tensors if is_state(k)} | {
-        k for k in content.source.tensors if k.kind in WEIGHTS
-    }
-    other: list[Key] = [k for k in content.source.tensors if k not in taken and k not in named]
-    if other:
-        yield Line(
-            "other tensors", "dropped", ", ".join(k.name for k in other[:8]) + ": not part of model or optimizer"
-        )
 
 
 def _run(

@@ -29,6 +29,8 @@ from ckptctl.formats.zipdir import first_records
 HEAD_NBYTES = 4096
 """What is read of an item's front at first; torch 2.13 puts the data of most items at byte 704."""
 BYTE_ITEM_LIMIT = 256 << 20
+OBJECT_TENSOR_LIMIT = 16 << 20
+"""The largest tensor inside a pickled object that is read, in bytes."""
 _OPEN_FILES = 64
 
 
@@ -272,4 +274,4 @@ def read_object(item: ByteItem, files: DataFiles) -> tuple[Tree, TorchFile]:
     data = reader.read(item.offset, item.length)
     held = HeldBytes(decoded_prefix(data, BYTE_ITEM_LIMIT, where) if item.codec else data, where)
     opened = open_torch(held)
-    return map_leaves(opened.root, lambda ref: read_array(ref, held)), opened
+    return map_leaves(opened.root, lambda ref, _: read_array(ref, held, OBJECT_TENSOR_LIMIT)), opened

@@ -13,12 +13,13 @@ from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Entry, Facts, File, 
 from ckptctl.core.dtype import DType, packed
 from ckptctl.core.errors import CkptError, Damaged, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
-from ckptctl.core.values import Tree
+from ckptctl.core.values import Held, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, read_index
 from ckptctl.formats.state import Found, find, named_states, number, plain
+from ckptctl.formats.torchtensor import VALUE_LIMIT
 
 _RANK_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
 
@@ -49,7 +50,6 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         folder.add(Key(name), leaf)
     optimizer = folder.optimizer(found, hints) if found.has_optimizer else None
     rest = {name: folder.value(name, tree) for name, tree in found.rest.items()}
-    rest = {name: value for name, value in rest.items() if not isinstance(value, Leaf)}
     config = rest.get("config")
     facts = (
         Facts.of(plain(config), f"{path.name} (config)")
@@ -137,11 +137,11 @@ class _Folder:
         return Optimizer(optimizer.groups, scalars, optimizer.order_known, optimizer.keyed, optimizer.options)
 
     def value(self, name: str, tree: Tree) -> Tree:
-        """A value with the small tensors inside it read; a large one at the top becomes a tensor of kind other, and stays a Leaf here."""
+        """A value with the small tensors inside it read; larger ones become tensors of kind other, and Held in the tree."""
         if isinstance(tree, Leaf):
-            if tree.dtype.nbytes(tree.shape) > 1 << 20:
+            if tree.dtype.nbytes(tree.shape) > VALUE_LIMIT:
                 self.add(Key(name, "other"), tree)
-                return tree
+                return Held(name)
             return self.array(tree)
         if isinstance(tree, dict):
             return {k: self.value(f"{name}.{k}", v) for k, v in tree.items()}

@@ -6,7 +6,7 @@ the source's names and paths. Source: torch 2.13.0, distributed/checkpoint/state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ from ckptctl.core.checkpoint import Entry, Optimizer, PathKey
 from ckptctl.core.dtype import DType
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.output import OutputFile, Put, Region, Segment
-from ckptctl.core.values import Array, Global, Record, Tree
+from ckptctl.core.values import Array, Global, Held, Record, Tree
 from ckptctl.formats.dcp.metadata import NAME
 from ckptctl.formats.pickles.emit import dump
 from ckptctl.formats.pickles.nodes import NumpyArray, SizeTuple
@@ -81,7 +81,7 @@ def _standard(content: Content) -> Iterator[Named]:
     if content.optimizer is not None or content.states:
         yield from _optimizer(content)
     for name, value in content.values.items():
-        yield from _flattened((name,), value)
+        yield from _flattened((name,), value, content.held)
 
 
 def _optimizer(content: Content) -> Iterator[Named]:
@@ -100,7 +100,7 @@ def _optimizer(content: Content) -> Iterator[Named]:
             path_ = ("optim", "param_groups", number, option)
             yield Named(".".join(map(str, path_)), path_, None, value)
     for option, value in optimizer.options.items():
-        yield from _flattened(("optim", option), value)
+        yield from _flattened(("optim", option), value, content.held)
 
 
 def _own(content: Content) -> Iterator[Named]:
@@ -115,24 +115,26 @@ def _own(content: Content) -> Iterator[Named]:
             yield Named(entry.name, entry.path, Item(entry.key, tensor, tensor.dtype))
 
 
-def _flattened(path: tuple[PathKey, ...], value: Tree) -> Iterator[Named]:
+def _flattened(path: tuple[PathKey, ...], value: Tree, held: Mapping[tuple[str, str], Item]) -> Iterator[Named]:
     """A value as items: dicts always go down; lists where they hold a tensor, a dict or such a list; the rest is one item.
 
     Source: torch 2.13.0, distributed/checkpoint/_traverse.py, traverse_state_dict.
     """
     if isinstance(value, dict) and value and all(isinstance(k, (str, int)) for k in value):
         for key, inner in value.items():
-            yield from _flattened((*path, str(key)), inner)
+            yield from _flattened((*path, str(key)), inner, held)
     elif isinstance(value, list) and _goes_down(value):
         for i, inner in enumerate(value):
-            yield from _flattened((*path, i), inner)
+            yield from _flattened((*path, i), inner, held)
+    elif isinstance(value, Held):
+        yield Named(".".join(map(str, path)), path, held[value.name, value.kind])
     else:
         yield Named(".".join(map(str, path)), path, None, value)
 
 
 def _goes_down(values: Sequence[Tree]) -> bool:
     return any(
-        isinstance(v, (dict, Array)) and not isinstance(v, NumpyArray) or (isinstance(v, list) and _goes_down(v))
+        isinstance(v, (dict, Array, Held)) and not isinstance(v, NumpyArray) or (isinstance(v, list) and _goes_down(v))
         for v in values
     )
 

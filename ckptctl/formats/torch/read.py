@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Facts, File, Optimizer, UnsafeGlobal
+from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Facts, File, Group, Optimizer, UnsafeGlobal
 from ckptctl.core.errors import CkptError, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
-from ckptctl.core.values import TensorRef, Tree
+from ckptctl.core.values import Record, TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.state import Found, find, named_states, number, plain
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
-from ckptctl.formats.torchtensor import aliases, map_leaves, read_array, tensor_of
+from ckptctl.formats.torchtensor import aliases, read_array, tensor_of, value_of
 
 PICKLE_STARTS = (b"\x80", b"PK\x03\x04")
 LIGHTNING = "pytorch-lightning_version"
@@ -38,7 +38,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     """The checkpoint in one torch file. Unsupported for what torch pickles besides plain tensors, naming it."""
     with FileBytes(path, name=path.name) as reader:
         opened = open_torch(reader)
-        found = find(opened.root, _is_tensor)
+        found = find(_as_dict(opened.root, str(path)), _is_tensor)
         if isinstance(opened.root, dict) and LIGHTNING in opened.root:
             raise Unsupported(
                 "this is a Lightning checkpoint, which this version does not read yet",
@@ -48,6 +48,20 @@ def read(path: Path, hints: Hints) -> Checkpoint:
             )
         _refuse_wrapped(opened, str(path))
         return checkpoint_of(opened, found, path, hints, reader)
+
+
+def _as_dict(root: Tree, where: str) -> Tree:
+    """The root as a state dict: one tensor or a list of them gets names. Unsupported for a pickled module, naming its class."""
+    if isinstance(root, TensorRef):
+        return {"tensor": root}
+    if isinstance(root, (list, tuple)) and any(isinstance(v, TensorRef) for v in root):
+        return {str(i): v for i, v in enumerate(root)}
+    if isinstance(root, Record):
+        raise Unsupported(
+            f"the file holds an object of class {root.cls or 'unknown'}, not a state dict", where=where,
+            why="a pickled module keeps its tensors under names of its own class", fix="load it where it was made, and save module.state_dict()",
+        )  # fmt: skip
+    return root
 
 
 def _is_tensor(tree: Tree) -> bool:
@@ -71,16 +85,12 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         tensors[Key(name)] = tensor_of(Key(name), ref, 0)
     ties = aliases(found.model)
     optimizer = _optimizer(found, ties, tensors, str(path), hints) if found.has_optimizer else None
-    values: dict[str, Tree] = {}
     unsupported = [(f"{opened.path}: {where}", why) for where, why in opened.unsupported]
-    for name, tree in found.rest.items():
-        try:
-            values[name] = map_leaves(tree, lambda ref: read_array(ref, reader))
-        except Unsupported as err:
-            if isinstance(tree, TensorRef):
-                tensors[Key(name, "other")] = tensor_of(Key(name, "other"), tree, 0)
-            else:
-                unsupported.append((name, err.what))
+
+    def value(name: str, tree: Tree) -> Tree:
+        return value_of(tree, name, reader, tensors, 0)
+
+    values = {name: value(name, tree) for name, tree in found.rest.items()}
     config = found.rest.get("config")
     facts = (
         Facts.of(plain(config), f"{path.name} (config)")
@@ -88,16 +98,15 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         else Facts()
     )
     if optimizer is not None:
-        optimizer = Optimizer(
-            optimizer.groups,
-            {k: map_leaves(v, lambda ref: read_array(ref, reader)) for k, v in optimizer.scalars.items()},
-            optimizer.order_known,
-            optimizer.keyed,
-            map_leaves(optimizer.options, lambda ref: read_array(ref, reader)),
+        scalars = {k: value(".".join(k), v) for k, v in optimizer.scalars.items()}
+        groups = tuple(
+            Group(g.params, {k: value(f"param_groups.{k}", v) for k, v in g.options.items()}) for g in optimizer.groups
         )
+        options = {k: value(f"optimizer.{k}", v) for k, v in optimizer.options.items()}
+        optimizer = Optimizer(groups, scalars, optimizer.order_known, optimizer.keyed, options)
     return Checkpoint(
         "torch", opened.variant, str(path), (Source(""),), tensors, optimizer, values,
-        {n: map_leaves(v, lambda ref: read_array(ref, reader)) for n, v in found.model_values.items()}, ties, facts,
+        {n: value(n, v) for n, v in found.model_values.items()}, ties, facts,
         {}, _step(values, optimizer, tensors, reader, found), (File(path.name, reader.nbytes),),
         unsafe=tuple(UnsafeGlobal(path.name, str(f.name), f.why) for f in opened.unsafe),
         unknown_globals=tuple(str(f.name) for f in opened.unknown), unsupported=tuple(unsupported),

@@ -13,7 +13,7 @@ from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.core.output import OutputFile, Put, Region, Segment
 from ckptctl.core.tensor import Key, dense_strides
-from ckptctl.core.values import Array, Global, OrderedPairs, Record, Storage, TensorRef, Tree
+from ckptctl.core.values import Array, Global, Held, OrderedPairs, Record, Storage, TensorRef, Tree
 from ckptctl.formats.pickles.emit import dump, storage_class
 from ckptctl.formats.pickles.nodes import NumpyArray
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
@@ -27,6 +27,7 @@ class TorchTree:
     """A tree for torch.save while it is made: storages by key, with what fills each."""
 
     plain: bool = False
+    held: Mapping[tuple[str, str], Item] = field(default_factory=dict)
     fills: dict[str, Put | Region] = field(default_factory=dict)
     made: dict[tuple[Key, str], Storage] = field(default_factory=dict)
 
@@ -71,6 +72,8 @@ class TorchTree:
 
     def value(self, tree: Tree) -> Tree:
         """A value tree with its arrays as tensors; NumPy's too where plain is set, since weights_only refuses them."""
+        if isinstance(tree, Held):
+            return self.tensor(self.held[tree.name, tree.kind])
         if isinstance(tree, NumpyArray):
             return self._numpy(tree) if self.plain else tree
         if isinstance(tree, Array):
@@ -112,7 +115,7 @@ def write(content: Content, choices: Choices) -> Written:
     """One zip file. Pickled objects that torch.load(weights_only=True) refuses are carried all the same, and reported."""
 
     def segments() -> list[Segment]:
-        made = TorchTree(plain=True)
+        made = TorchTree(plain=True, held=content.held)
         return made.segments(_tree(content, choices, made))
 
     lines = []
@@ -139,7 +142,12 @@ def _tree(content: Content, choices: Choices, made: TorchTree) -> Tree:
     if content.optimizer is not None or content.states:
         root["optimizer"] = _optimizer(content, choices, made)
     for name, value in content.values.items():
-        root[name if name not in root else f"{name}_"] = made.value(value)
+        if name in root:
+            raise Unsupported(
+                f"a value of the source is called {name}, as a part of the result is",
+                fix=f"leave it out of the source, or convert to dcp",
+            )
+        root[name] = made.value(value)
     return root
 
 
