@@ -74,9 +74,6 @@ def test_no_page_names_an_option_that_is_not_there():
     assert wrong == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="--from, --slice and --report have parameters of other names; they need an envvar"
-)
 def test_every_flag_has_an_environment_variable_of_its_name():
     odd = []
     for name, command in commands().items():

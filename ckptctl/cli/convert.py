@@ -1,5 +1,6 @@
 """ckptctl convert."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,7 +50,9 @@ def add(app: typer.Typer) -> None:
         ] = False,
         bare: Annotated[bool, typer.Option("--bare", help="hf: weights without config.json and the like.")] = False,
         model_config: options.MODEL_CONFIG = None,
-        from_: options.FROM = None,
+        from_: Annotated[
+            str | None, typer.Option("--from", envvar="CKPTCTL_CONVERT_FROM", help=options.FROM, metavar="FORMAT")
+        ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
         dry_run: options.DRY_RUN = False,
@@ -58,7 +61,9 @@ def add(app: typer.Typer) -> None:
         resume: options.RESUME = False,
         jobs: options.JOBS = 0,
         memory: options.MEMORY = "512MiB",
-        report_file: options.REPORT = None,
+        report_file: Annotated[
+            Path | None, typer.Option("--report", envvar="CKPTCTL_CONVERT_REPORT", help=options.REPORT, metavar="FILE")
+        ] = None,
         json: options.JSON = False,
         quiet: options.QUIET = False,
         verbose: options.VERBOSE = False,

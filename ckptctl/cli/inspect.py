@@ -17,7 +17,9 @@ def add(app: typer.Typer) -> None:
         tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
         json: options.JSON = False,
         model_config: options.MODEL_CONFIG = None,
-        from_: options.FROM = None,
+        from_: Annotated[
+            str | None, typer.Option("--from", envvar="CKPTCTL_INSPECT_FROM", help=options.FROM, metavar="FORMAT")
+        ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
     ) -> int:

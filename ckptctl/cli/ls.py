@@ -21,7 +21,9 @@ def add(app: typer.Typer) -> None:
         ] = None,
         json: options.JSON = False,
         model_config: options.MODEL_CONFIG = None,
-        from_: options.FROM = None,
+        from_: Annotated[
+            str | None, typer.Option("--from", envvar="CKPTCTL_LS_FROM", help=options.FROM, metavar="FORMAT")
+        ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
     ) -> int:

@@ -17,9 +17,7 @@ MODEL_CONFIG = Annotated[
     Path | None,
     typer.Option("--model-config", help="The model's config.json, or a folder that has one.", metavar="DIR|FILE"),
 ]
-FROM = Annotated[
-    str | None, typer.Option("--from", help="The source's format; found by itself otherwise.", metavar="FORMAT")
-]
+FROM = "The source's format; found by itself otherwise."
 STEP = Annotated[
     str | None, typer.Option("--step", help="Which step of a run's folder: a number, or latest.", metavar="N|latest")
 ]
@@ -43,9 +41,7 @@ OVERWRITE = Annotated[bool, typer.Option("--overwrite", help="Replace DST; it st
 RESUME = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted job for this DST.")]
 JOBS = Annotated[int, typer.Option("--jobs", "-j", min=0, help="Threads; 0 chooses.")]
 MEMORY = Annotated[str, typer.Option("--memory", help="Memory for data, above the interpreter.", metavar="SIZE")]
-REPORT = Annotated[
-    Path | None, typer.Option("--report", help="Write the fidelity report to a file as JSON too.", metavar="FILE")
-]
+REPORT = "Write the fidelity report to a file as JSON too."
 DRY_RUN = Annotated[
     bool, typer.Option("--dry-run", help="Plan and check only: what would be read, written and needed.")
 ]

@@ -25,7 +25,12 @@ def add(app: typer.Typer) -> None:
             str, typer.Option("--kind", help="Which of the parameter's states: weight, exp_avg, ...")
         ] = "weight",
         slice_: Annotated[
-            str, typer.Option("--slice", help="Which elements, as in NumPy: '0:4, :8'. Reads only what it needs.")
+            str,
+            typer.Option(
+                "--slice",
+                envvar="CKPTCTL_SHOW_SLICE",
+                help="Which elements, as in NumPy: '0:4, :8'. Reads only what it needs.",
+            ),
         ] = "",
         stats: Annotated[
             bool, typer.Option("--stats", help="Minimum, maximum, mean, norm, and how many are NaN, infinite or zero.")
@@ -35,7 +40,9 @@ def add(app: typer.Typer) -> None:
         ] = None,
         json: options.JSON = False,
         model_config: options.MODEL_CONFIG = None,
-        from_: options.FROM = None,
+        from_: Annotated[
+            str | None, typer.Option("--from", envvar="CKPTCTL_SHOW_FROM", help=options.FROM, metavar="FORMAT")
+        ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
         memory: options.MEMORY = "512MiB",

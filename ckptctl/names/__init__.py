@@ -37,3 +37,26 @@ def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
                 if found is not None:
                     return name, found
     return None
+
+
+def absent_head(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(head, embedding) where the config ties them and only the embedding is stored; None where there is no head to be had.
+
+    Models for other tasks (classification, embedding) have no head to tie: their architecture, or a head of their own, says so.
+    """
+    known = set(names)
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and architectures:
+        with_head = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+        if not any(str(a).endswith(with_head) for a in architectures):
+            return None
+    if (
+        not is_tied(config)
+        or head_and_embedding(known) is not None
+        or any(n.split(".")[0] in ("score", "classifier", "qa_outputs") for n in known)
+    ):
+        return None
+    for embedding, head in _ties()["head_of"].items():
+        if embedding in known and head not in known:
+            return head, embedding
+    return None

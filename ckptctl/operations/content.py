@@ -15,7 +15,7 @@ from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported, Usage
 from ckptctl.core.tensor import Key, Tensor
 from ckptctl.formats.target import Content, Item, Line
-from ckptctl.names import head_and_embedding, is_tied
+from ckptctl.names import absent_head, head_and_embedding, is_tied
 
 TARGETS = ("hf", "torch", "dcp")
 DTYPE_CHOICES = ("source", "float32", "bfloat16", "float16")
@@ -92,7 +92,8 @@ def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Li
     if keep:
         _kept(source, states, scalars, optimizer, lines)
     collapsed = _collapsed(source, weights, wanted, lines)
-    ties = {a: o for a, o in source.ties.items() if a in weights and o in weights and a not in collapsed}
+    made = _second_name(source, weights, wanted, lines)
+    ties = {a: o for a, o in source.ties.items() if a in weights and o in weights and a not in collapsed} | made
     _movable(held.values())
     model_values = source.model_values if wanted.to != "hf" else {}
     return Content(source, weights, states, optimizer, values, model_values, held, ties, collapsed), lines
@@ -297,6 +298,23 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
             )
         )
     return out
+
+
+def _second_name(source: Checkpoint, weights: dict[str, Item], wanted: Conversion, lines: list[Line]) -> dict[str, str]:
+    """A tied head that the source leaves out, for targets whose loaders want both names: {head: embedding}, added to weights."""
+    config = source.facts.config
+    pair = (
+        absent_head((k.name for k in source.tensors if k.kind in WEIGHTS), config)
+        if config and wanted.to != "hf"
+        else None
+    )
+    if pair is None or pair[1] not in weights or not _chosen(pair[0], wanted):
+        return {}
+    weights[pair[0]] = weights[pair[1]]
+    lines.append(
+        Line("tied weights", "filled", f"{pair[0]} is {pair[1]} (tie_word_embeddings): written under both names")
+    )
+    return {pair[0]: pair[1]}
 
 
 def tied_pair(source: Checkpoint, names: Mapping[str, object]) -> tuple[str, str] | None:

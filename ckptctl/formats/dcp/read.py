@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Entry, Facts, File, Optimizer, PathKey, UnsafeGlobal
+from ckptctl.core.checkpoint import (
+    STEP_NAMES,
+    Checkpoint,
+    Entry,
+    Facts,
+    File,
+    Optimizer,
+    PathKey,
+    UnsafeGlobal,
+    part_of,
+)
 from ckptctl.core.dtype import DType, packed
 from ckptctl.core.errors import CkptError, Damaged, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
@@ -18,7 +28,7 @@ from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, read_index
-from ckptctl.formats.state import Found, find, named_states, number, plain
+from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, find, named_states, number, plain
 from ckptctl.formats.torchtensor import VALUE_LIMIT
 
 _RANK_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
@@ -95,8 +105,9 @@ class _Folder:
         Source: torch 2.13.0, distributed/checkpoint/_nested_dict.py, unflatten_state_dict.
         """
         root: dict[PathKey, Tree] = {}
+        paths = self.index.paths or without_paths(self.index.items)
         for name in self.index.items:
-            path = self.index.paths.get(name) or (name,)
+            path = paths.get(name) or (name,)
             at = root
             for key in path[:-1]:
                 inner = at.setdefault(key, {})
@@ -200,6 +211,26 @@ class _Folder:
                     Entry(name, path, None, self.array(self.leaves[name]) if name in self.leaves else self.values[name])
                 )
         return tuple(out)
+
+
+def without_paths(names: Iterable[str]) -> dict[str, tuple[PathKey, ...]]:
+    """Paths for an index that has none (planner_data absent): cut after a model's or an optimizer's usual key, where every name has one.
+
+    A name cannot be cut at its other dots: parameters have dots of their own. Where one name has no such key, all stand by themselves.
+    """
+    out: dict[str, tuple[PathKey, ...]] = {}
+    for name in names:
+        head, _, rest = name.partition(".")
+        if head in (*MODEL_KEYS, *OPTIMIZER_KEYS) and rest:
+            out[name] = (head, rest)
+        elif part_of(head) != "other":
+            out[name] = tuple(name.split("."))
+        else:
+            return {}
+    optimizers = {p[0] for p in out.values() if p[0] in OPTIMIZER_KEYS}
+    models = {p[0] for p in out.values() if p[0] in MODEL_KEYS}
+    # `model.` alone may as well be the first word of every parameter's name: without an optimizer beside it, it is left there.
+    return out if optimizers and len(models) <= 1 else {}
 
 
 def _lists(tree: Tree) -> Tree:

@@ -67,6 +67,10 @@ def write(content: Content, choices: Choices) -> Written:
             f"DCP for {choices.dp} ranks: rows of axis 0 in parts of ceil(rows / ranks), as FSDP2 cuts",
         )
     ]
+    numbered = [] if choices.own_names else [p for n, v in content.values.items() for p in _numbered(n, v)]
+    if numbered:
+        detail = f"{', '.join(numbered[:4])}: keys that are numbers become text, since DCP joins keys to names"
+        lines.append(Line("values", "converted", detail))
     return Written(tuple(files), True, tuple(lines))
 
 
@@ -130,6 +134,18 @@ def _flattened(path: tuple[PathKey, ...], value: Tree, held: Mapping[tuple[str, 
         yield Named(".".join(map(str, path)), path, held[value.name, value.kind])
     else:
         yield Named(".".join(map(str, path)), path, None, value)
+
+
+def _numbered(path: str, value: Tree) -> Iterator[str]:
+    """Where dicts with numbers as keys are taken apart: torch itself reads such keys back as text."""
+    if isinstance(value, dict) and all(isinstance(k, (str, int)) for k in value):
+        if any(isinstance(k, int) for k in value):
+            yield path
+        for key, inner in value.items():
+            yield from _numbered(f"{path}.{key}", inner)
+    elif isinstance(value, list) and _goes_down(value):
+        for i, inner in enumerate(value):
+            yield from _numbered(f"{path}.{i}", inner)
 
 
 def _goes_down(values: Sequence[Tree]) -> bool:

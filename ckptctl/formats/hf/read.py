@@ -100,6 +100,8 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         out.warnings.append(f"{warning.what}: {warning.why}" if warning.why else warning.what)
     extra = [File(n, (path / n).stat().st_size, "extra") for n in folder.carried]
     out.files += [*extra, *(File(n, (path / n).stat().st_size, "index") for n in folder.indexes)]
+    if folder.config is not None:
+        out.files.append(File(CONFIG, (path / CONFIG).stat().st_size, "config"))
     variant = "safetensors" if chosen.suffix == ".safetensors" else "bin"
     return _checkpoint(out, path, f"{variant} {chosen.variant}" if chosen.variant else variant, folder)
 

@@ -26,6 +26,7 @@ def write(content: Content, choices: Choices) -> Written:
     """The folder that from_pretrained loads: one safetensors file or numbered ones with an index, and config.json where there is one."""
     weights = {n: i for n, i in content.weights.items() if n not in content.collapsed}
     for name, item in weights.items():
+        _name(name)
         if not item.dtype.safetensors:
             raise Unsupported(
                 f"{name} is {item.dtype.name}, which safetensors cannot hold",
@@ -48,6 +49,24 @@ def write(content: Content, choices: Choices) -> Written:
         files += _config(content, weights, lines)
     extra = _extras(content.source, choices, lines)
     return Written((*files, *extra.files), True, tuple(lines), extra.tensors, extra.sources)
+
+
+def _name(name: str) -> None:
+    """Unsupported for a name that a safetensors header cannot hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as err:
+        raise Unsupported(
+            "a tensor's name is no text that UTF-8 can hold",
+            where=repr(name),
+            why=err.reason,
+            fix="leave it out with --only",
+        ) from err
+    if name == "__metadata__":
+        raise Unsupported(
+            "a tensor is called __metadata__, a name that safetensors keeps for itself",
+            fix="leave it out with --exclude",
+        )
 
 
 def _file(path: str, items: list[tuple[str, Item]], metadata: dict[str, str]) -> OutputFile:

@@ -164,13 +164,12 @@ def _optimizer(content: Content, choices: Choices, made: TorchTree) -> Tree:
             f"--index-keys: {lost[0]} is in no param group, so it has no number",
             fix="leave --index-keys out: state is then keyed by name",
         )
-    listed = [n for n in order if n in states] + [n for n in states if n not in set(order)]
     groups = [
         {**{k: made.value(v) for k, v in g.options.items()}, "params": [numbers[p] for p in g.params]}
         for g in optimizer.groups
     ]
     return {
-        "state": {numbers[n]: states[n] for n in listed},
+        "state": {numbers[n]: entry for n, entry in states.items()},
         "param_groups": groups,
         **{k: made.value(v) for k, v in optimizer.options.items()},
     }
@@ -179,13 +178,17 @@ def _optimizer(content: Content, choices: Choices, made: TorchTree) -> Tree:
 def merged_states(
     content: Content, optimizer: Optimizer, tensor: Callable[[Item], Tree], value: Callable[[Tree], Tree]
 ) -> dict[str, dict[str, Tree]]:
-    """By parameter, its states in the source's order: tensors and plain values alike. A step that is shared is given to each by itself."""
+    """By parameter, its states, tensors and plain values alike: parameters as the groups list them, then as the source does.
+
+    A step that is shared is given to each by itself.
+    """
     out: dict[str, dict[str, Tree]] = {}
     for (name, kind), item in content.states.items():
         out.setdefault(name, {})[kind] = tensor(item)
     for (name, kind), scalar in optimizer.scalars.items():
         out.setdefault(name, {})[kind] = value(scalar)
-    return {name: dict(sorted(entry.items(), key=lambda kv: kv[0] != "step")) for name, entry in out.items()}
+    order = dict.fromkeys(n for g in optimizer.groups for n in g.params if n in out)
+    return {name: dict(sorted(out[name].items(), key=lambda kv: kv[0] != "step")) for name in {**order, **out}}
 
 
 _ALLOWED = ("torch.", "collections.OrderedDict", "collections.Counter", "_codecs.encode")
