@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from ckptctl.api import CheckpointView, TensorHandle, convert, diff, inspect, open, reshard
     from ckptctl.core.errors import CkptError
 
-__all__ = ["CheckpointView", "CkptError", "TensorHandle", "__version__", "convert", "diff", "inspect", "open", "reshard"]
+__all__ = [
+    "CheckpointView",
+    "CkptError",
+    "TensorHandle",
+    "__version__",
+    "convert",
+    "diff",
+    "inspect",
+    "open",
+    "reshard",
+]
 
 
 def __getattr__(name: str) -> Any:

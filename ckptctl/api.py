@@ -1,14 +1,13 @@
 """The Python API: a checkpoint as a lazy mapping of names to tensors, and the commands as functions.
 
-Everything here raises `CkptError` (see `core.errors`), whose what, where, why and fix are those that the command line prints.
+Everything here raises `CkptError` (see `core.errors`), whose what, where, why and fix are those that the command line
+prints.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptctl import operations
@@ -20,6 +19,9 @@ from ckptctl.operations.showing import selected, statistics
 from ckptctl.operations.tensors import TensorReader
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
     import numpy as np
     import numpy.typing as npt
 
@@ -59,12 +61,15 @@ class TensorHandle:
         return self._tensor.nbytes
 
     def numpy(self) -> npt.NDArray[Any]:
-        """All of it as a NumPy array, in its own type (ml_dtypes' for bfloat16 and float8); bytes for types smaller than a byte."""
-        return self._view._reader_of(self._key).array(self._key)  # noqa: SLF001
+        """All of it as a NumPy array, in its own type (ml_dtypes' for bfloat16 and float8).
+
+        Bytes for types smaller than a byte.
+        """
+        return self._view.reader_of(self._key).array(self._key)
 
     def __getitem__(self, index: object) -> npt.NDArray[Any]:
         """A basic NumPy index: integers, slices, `...`. Reads only what it needs. IndexError as NumPy raises it."""
-        return selected(self._view._reader_of(self._key), self._key, index)  # noqa: SLF001
+        return selected(self._view.reader_of(self._key), self._key, index)
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         array = self.numpy()
@@ -76,8 +81,11 @@ class TensorHandle:
         return self.shape[0]
 
     def statistics(self) -> dict[str, Any]:
-        """Minimum, maximum, mean, norm, and how many elements are NaN, infinite or zero; reads it once in bounded memory."""
-        return statistics(self._view._reader_of(self._key), self._key)  # noqa: SLF001
+        """Minimum, maximum, mean, norm, and how many elements are NaN, infinite or zero.
+
+        Reads it once in bounded memory.
+        """
+        return statistics(self._view.reader_of(self._key), self._key)
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.name}: {self.dtype} {self.shape}>"
@@ -91,7 +99,8 @@ class CheckpointView(Mapping[str, TensorHandle]):
         self._names = {k.name: k for k in checkpoint.tensors if k.kind in WEIGHTS}
         self._reader = TensorReader(checkpoint, memory_nbytes)
 
-    def _reader_of(self, key: Key) -> TensorReader:
+    def reader_of(self, key: Key) -> TensorReader:
+        """What reads a tensor's values. Unsupported for one whose bytes are not plain elements."""
         why = self.checkpoint.tensors[key].why_unsupported
         if why:
             raise Unsupported(f"{key.name} cannot be read", why=why)
@@ -123,7 +132,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     @property
     def values(self) -> Any:
-        """The training state that is no tensor, by name (scheduler, rng, step, ...), as plain data and inert records."""
+        """The training state that is no tensor, by name (scheduler, step, ...), as plain data and inert records."""
         return dict(self.checkpoint.values)
 
     @property
@@ -155,7 +164,8 @@ class CheckpointView(Mapping[str, TensorHandle]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<checkpoint {self.checkpoint.root}: {self.format}, {len(self)} weights, kinds {', '.join(self.kinds)}, step {self.step}>"
+        what = f"{self.format}, {len(self)} weights, kinds {', '.join(self.kinds)}, step {self.step}"
+        return f"<checkpoint {self.checkpoint.root}: {what}>"
 
     def _repr_html_(self) -> str:
         """A table for notebooks: the first tensors, and how many there are."""
@@ -168,12 +178,18 @@ class CheckpointView(Mapping[str, TensorHandle]):
         head = "".join(f"<th>{h}</th>" for h in ("name", "kind", "type", "shape", "bytes"))
         left = len(self.checkpoint.tensors) - len(keys)
         more = f"<p>and {left:,} more</p>" if left else ""
-        return f"<p>{html.escape(repr(self)[1:-1])}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{more}"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        return f"<p>{html.escape(repr(self)[1:-1])}</p>{table}{more}"
 
 
-def open(  # noqa: A001 - the name that users expect: ckptctl.open
-    path: str | Path, *, model_config: str | Path | None = None, format: str | None = None, step: str | None = None, param_order: str | Path | None = None,  # noqa: A002
-) -> CheckpointView:  # fmt: skip
+def open(
+    path: str | Path,
+    *,
+    model_config: str | Path | None = None,
+    format: str | None = None,
+    step: str | None = None,
+    param_order: str | Path | None = None,
+) -> CheckpointView:
     """Open a checkpoint of any format that is read. Reads headers only; Unsafe where a pickle in it would run code."""
     checkpoint, _ = operations.open_checkpoint(path, operations.Reading(model_config, format, step, param_order))
     require_safe(checkpoint)
@@ -186,13 +202,24 @@ def inspect(path: str | Path, *, model_config: str | Path | None = None, tensors
 
 
 def convert(
-    src: str | Path, dst: str | Path, *, to: str, model_config: str | Path | None = None, param_order: str | Path | None = None,
-    memory: str = "512MiB", jobs: int = 0, overwrite: bool = False, resume: bool = False, dry_run: bool = False,
-    progress: Callable[[Any], None] | None = None, **flags: Any,
-) -> dict[str, Any]:  # fmt: skip
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str,
+    model_config: str | Path | None = None,
+    param_order: str | Path | None = None,
+    memory: str = "512MiB",
+    jobs: int = 0,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[Any], None] | None = None,
+    **flags: Any,
+) -> dict[str, Any]:
     """What `ckptctl convert` does; returns what its `--json` prints.
 
-    flags are those of the command, with underscores: dtype, weights, no_optimizer, only, exclude, trainable_only, max_shard_size, dp,
+    flags are those of the command, with underscores: dtype, weights, no_optimizer, only, exclude, trainable_only,
+    max_shard_size, dp,
     index_keys, bare. TypeError for one that does not exist.
     """
     reading = operations.Reading(model_config, param_order=param_order)
@@ -201,9 +228,16 @@ def convert(
 
 
 def reshard(
-    src: str | Path, dst: str | Path, *, dp: int | None = None, max_shard_size: str | None = None,
-    memory: str = "512MiB", jobs: int = 0, overwrite: bool = False, resume: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    src: str | Path,
+    dst: str | Path,
+    *,
+    dp: int | None = None,
+    max_shard_size: str | None = None,
+    memory: str = "512MiB",
+    jobs: int = 0,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> dict[str, Any]:
     """What `ckptctl reshard` does; returns what its `--json` prints."""
     running = operations.Running(overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
     return operations.reshard(src, dst, None, running, dp=dp, max_shard_size=max_shard_size)
@@ -212,5 +246,8 @@ def reshard(
 def diff(
     a: str | Path, b: str | Path, *, model_config: str | Path | None = None, memory: str = "512MiB", **flags: Any
 ) -> dict[str, Any]:
-    """What `ckptctl diff` does; returns what its `--json` prints. flags: weights, optimizer, state, ignore_dtype, only."""
+    """What `ckptctl diff` does; returns what its `--json` prints. flags.
+
+    Weights, optimizer, state, ignore_dtype, only.
+    """
     return operations.diff(a, b, operations.Comparison(**flags), operations.Reading(model_config), memory=memory)

@@ -6,7 +6,10 @@ Uses isal (about 15 GB/s) where it is installed, zlib else.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _POLYNOMIAL = 0xEDB88320
 """Source: PKWARE APPNOTE 6.3.10, 4.4.7; bits reversed."""

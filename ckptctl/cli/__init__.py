@@ -1,1 +1,4 @@
-"""The command line: one thin module a command. Parses, calls one operation, shows its result; no logic, no branch on formats."""
+"""The command line: one thin module a command. Parses, calls one operation, shows its result.
+
+No logic, no branch on formats.
+"""

@@ -29,7 +29,7 @@ def add(app: typer.Typer) -> None:
             str,
             typer.Option(
                 "--weights",
-                help="Take the weights as the run stored them (model), or their float32 masters where there are some (master).",
+                help="Weights as the run stored them (model), or their float32 masters where there are any (master).",
             ),
         ] = "model",
         no_optimizer: Annotated[
@@ -72,9 +72,19 @@ def add(app: typer.Typer) -> None:
         """Convert a checkpoint into another format, with its training state, bit for bit unless a cast is asked for."""
         reading = operations.Reading(model_config, from_, step, param_order)
         wanted = operations.Conversion(
-            to=to, dtype=dtype, weights=weights, no_optimizer=no_optimizer, only=tuple(only or ()), exclude=tuple(exclude or ()),
-            trainable_only=trainable_only, max_shard_size=max_shard_size, dp=dp, tp=tp, index_keys=index_keys, bare=bare,
-        )  # fmt: skip
+            to=to,
+            dtype=dtype,
+            weights=weights,
+            no_optimizer=no_optimizer,
+            only=tuple(only or ()),
+            exclude=tuple(exclude or ()),
+            trainable_only=trainable_only,
+            max_shard_size=max_shard_size,
+            dp=dp,
+            tp=tp,
+            index_keys=index_keys,
+            bare=bare,
+        )
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:
             result = operations.convert(src, dst, wanted, reading, running, progress=progress)

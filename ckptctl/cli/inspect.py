@@ -23,7 +23,10 @@ def add(app: typer.Typer) -> None:
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
     ) -> int:
-        """Show what a checkpoint holds: format, layout, tensors, training state, what is missing. Reads headers only."""
+        """Show what a checkpoint holds: format, layout, tensors, training state, what is missing.
+
+        Reads headers only.
+        """
         reading = operations.Reading(model_config, from_, step, param_order)
         report.show(operations.inspect(path, reading, tensors=tensors), as_json=json)
         return 0

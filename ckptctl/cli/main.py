@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +13,9 @@ from ckptctl import __version__
 from ckptctl.cli import convert, diff, inspect, ls, reshard, show
 from ckptctl.core.errors import CkptError
 from ckptctl.report import text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 app = typer.Typer(
     name="ckptctl",

@@ -44,7 +44,10 @@ def add(app: typer.Typer) -> None:
         verbose: options.VERBOSE = False,
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
-        """Change a checkpoint's layout and keep its format: DCP over another number of ranks, Hugging Face in files of another size."""
+        """Change a checkpoint's layout and keep its format.
+
+        DCP over another number of ranks, Hugging Face in files of another size.
+        """
         reading = operations.Reading(model_config, from_, step, param_order)
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.tensor import Key, Source, Tensor
-from ckptctl.core.values import Tree
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptctl.core.tensor import Key, Source, Tensor
+    from ckptctl.core.values import Tree
 
 PathKey = str | int
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of the checkpoint: path relative to its folder, bytes, and what it is ("data", "index", "config", "extra", ...)."""
+    """A file of the checkpoint.
+
+    Path relative to its folder, bytes, and what it is ("data", "index", "config", "extra", ...).
+    """
 
     path: str
     nbytes: int
@@ -24,7 +29,10 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A param group: the names it lists, in the optimizer's order, and its settings as the file has them (lr, betas, ...)."""
+    """A param group.
+
+    The names it lists, in the optimizer's order, and its settings as the file has them (lr, betas, ...).
+    """
 
     params: tuple[str, ...]
     options: Mapping[str, Tree]
@@ -34,8 +42,10 @@ class Group:
 class Optimizer:
     """An optimizer's state besides its tensors (which are tensors of the checkpoint, by kind).
 
-    scalars holds what is no tensor in a parameter's state, by (name, kind): an integer step, None, ... order_known says whether the order of
-    groups and of names inside comes from the file (flat keys lose it). keyed is how the source keys state: "names" or "integers".
+    scalars holds what is no tensor in a parameter's state, by (name, kind): an integer step, None, ... order_known says
+    whether the order of
+    groups and of names inside comes from the file (flat keys lose it). keyed is how the source keys state: "names" or
+    "integers".
     """
 
     groups: tuple[Group, ...]
@@ -48,7 +58,10 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What decides layouts and is in no tensor: the model's config as data, and where it comes from ("" where there is none)."""
+    """What decides layouts and is in no tensor.
+
+    The model's config as data, and where it comes from ("" where there is none).
+    """
 
     config: Mapping[str, Any] | None = None
     config_text: bytes = b""
@@ -88,8 +101,10 @@ class UnsafeGlobal:
 class Checkpoint:
     """Everything that was read from headers and metadata. root is the folder (or the one file) on disk.
 
-    tensors has an entry for every name; ties maps an alias to the name that owns the bytes. values are the rest of the training
-    state by name: "scheduler", "rng", "step", ... entries keep the source's own item list where its format can be written back under
+    tensors has an entry for every name; ties maps an alias to the name that owns the bytes. values are the rest of the
+    training
+    state by name: "scheduler", "rng", "step", ... entries keep the source's own item list where its format can be
+    written back under
     its own names (DCP).
     """
 
@@ -134,7 +149,8 @@ class Checkpoint:
 def part_of(name: str) -> str:
     """Which part of the training state a value is, by its top-level name: scheduler, rng, counters or other.
 
-    The names are those that training scripts and libraries use; what has none of them is "other" and is carried all the same.
+    The names are those that training scripts and libraries use; what has none of them is "other" and is carried all the
+    same.
     """
     for part, names in PARTS.items():
         if name in names:
@@ -143,10 +159,30 @@ def part_of(name: str) -> str:
 
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "scheduler": ("scheduler", "lr_scheduler", "lr_schedulers", "schedulers", "sched", "scheduler_state_dict", "lr_scheduler_state_dict"),
+    "scheduler": (
+        "scheduler",
+        "lr_scheduler",
+        "lr_schedulers",
+        "schedulers",
+        "sched",
+        "scheduler_state_dict",
+        "lr_scheduler_state_dict",
+    ),
     "rng": ("rng", "rng_state", "rng_states", "random_state", "random_states"),
-    "counters": ("step", "global_step", "global_steps", "iteration", "iter", "epoch", "epochs", "train_state", "num_updates", "samples", "tokens"),
-}  # fmt: skip
+    "counters": (
+        "step",
+        "global_step",
+        "global_steps",
+        "iteration",
+        "iter",
+        "epoch",
+        "epochs",
+        "train_state",
+        "num_updates",
+        "samples",
+        "tokens",
+    ),
+}
 STEP_NAMES = ("step", "global_step", "global_steps", "iteration", "iter", "num_updates")
 
 WEIGHTS = ("weight", "buffer")

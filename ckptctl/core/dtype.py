@@ -13,8 +13,10 @@ import numpy as np
 class DType:
     """One element type.
 
-    name is torch's, without `torch.`; bits are those of one element; safetensors and storage are its names in a safetensors
-    header and as a class in a torch pickle ("" where there is none: torch then writes an untyped storage and the dtype).
+    name is torch's, without `torch.`; bits are those of one element; safetensors and storage are its names in a
+    safetensors
+    header and as a class in a torch pickle ("" where there is none: torch then writes an untyped storage and the
+    dtype).
     unit counts the elements that share a block and cannot be cut apart.
     """
 
@@ -62,11 +64,13 @@ def packed(dtype: DType) -> DType:
 
 
 _NUMPY = {
-    "bool": "?", "uint8": "u1", "int8": "i1", "int16": "<i2", "uint16": "<u2", "float16": "<f2", "int32": "<i4", "uint32": "<u4",
+    "bool": "?", "uint8": "u1", "int8": "i1", "int16": "<i2", "uint16": "<u2", "float16": "<f2", "int32": "<i4",
+    "uint32": "<u4",
     "float32": "<f4", "int64": "<i8", "uint64": "<u8", "float64": "<f8", "complex64": "<c8", "complex128": "<c16",
 }  # fmt: skip
 _ML_DTYPES = {
-    "bfloat16": "bfloat16", "float8_e5m2": "float8_e5m2", "float8_e4m3fn": "float8_e4m3fn", "float8_e8m0fnu": "float8_e8m0fnu",
+    "bfloat16": "bfloat16", "float8_e5m2": "float8_e5m2", "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e8m0fnu": "float8_e8m0fnu",
     "float8_e4m3fnuz": "float8_e4m3fnuz", "float8_e5m2fnuz": "float8_e5m2fnuz",
 }  # fmt: skip
 

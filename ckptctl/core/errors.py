@@ -1,18 +1,18 @@
 """Every error a user can meet, as one tree. No printing here: the command line shows them.
 
-    CkptError                 exit 3, a problem the user can act on
-    |-- Usage                 exit 2, flags that contradict each other, or a target that is already there
-    |-- Unrecognised          nothing known lies at the path
-    |-- Damaged               bytes contradict metadata, or end too early
-    |-- MissingFile           a file that the checkpoint's own metadata names is not there
-    |-- MissingFact           a number that decides a layout is in no file; names the flag that gives it
-    |-- Unsupported           legitimate, but not expressed by this tool
-    |-- Unsafe                a pickle asks for something that would run code, or a path leaves the checkpoint
-    |-- StateNotCarried       the target cannot hold the source's training state
-    |-- NoSpace               the disk has less room than the result needs
-    |-- SourceChanged         the source or the plan is not the one that the interrupted job had
-    |-- Interrupted           exit 5, stopped, and can go on with --resume
-    `-- Mismatch              exit 1, two things that should be equal are not
+CkptError                 exit 3, a problem the user can act on
+|-- Usage                 exit 2, flags that contradict each other, or a target that is already there
+|-- Unrecognised          nothing known lies at the path
+|-- Damaged               bytes contradict metadata, or end too early
+|-- MissingFile           a file that the checkpoint's own metadata names is not there
+|-- MissingFact           a number that decides a layout is in no file; names the flag that gives it
+|-- Unsupported           legitimate, but not expressed by this tool
+|-- Unsafe                a pickle asks for something that would run code, or a path leaves the checkpoint
+|-- StateNotCarried       the target cannot hold the source's training state
+|-- NoSpace               the disk has less room than the result needs
+|-- SourceChanged         the source or the plan is not the one that the interrupted job had
+|-- Interrupted           exit 5, stopped, and can go on with --resume
+`-- Mismatch              exit 1, two things that should be equal are not
 """
 
 from __future__ import annotations

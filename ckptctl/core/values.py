@@ -1,15 +1,19 @@
-"""Values are trees: what a pickle holds besides tensor bytes, as plain data and inert records. Nothing here reads a file.
+"""Values are trees: what a pickle holds besides tensor bytes, as plain data and inert records.
 
-A tree is None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict (any hashable key), or one of the
+Nothing here reads a file.
+
+A tree is None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict (any hashable key),
+or one of the
 nodes below. Trees keep identity: an object that stood at two places of a pickle is one object here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.dtype import DType
+if TYPE_CHECKING:
+    from ckptctl.core.dtype import DType
 
 Tree = Any
 """A value tree; see the module's first lines."""
@@ -28,10 +32,14 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """An object that a pickle would have built, left inert: what would have been called, with what, and the state put on it.
+    """An object that a pickle would have built, left inert.
 
-    how is "reduce" (func(*args)), "newobj" (cls.__new__(cls, *args)) or "newobj_ex" (with kwargs); func is what was to be called (a Global, or
-    any tree). state is what BUILD gave (`has_state` tells None from nothing), items and pairs what APPENDS and SETITEMS gave.
+    What would have been called, with what, and the state put on it.
+
+    how is "reduce" (func(*args)), "newobj" (cls.__new__(cls, *args)) or "newobj_ex" (with kwargs); func is what was to
+    be called (a Global, or
+    any tree). state is what BUILD gave (`has_state` tells None from nothing), items and pairs what APPENDS and SETITEMS
+    gave.
     """
 
     func: Tree
@@ -53,7 +61,8 @@ class Record:
 class Storage:
     """The bytes that one or more tensors view. key is the file's own name of it; numel counts elements of dtype.
 
-    dtype None is an untyped storage, whose numel is bytes. start_byte and nbytes are filled in by the container (offsets in the file).
+    dtype None is an untyped storage, whose numel is bytes. start_byte and nbytes are filled in by the container
+    (offsets in the file).
     """
 
     key: str
@@ -66,7 +75,9 @@ class Storage:
 
 @dataclass(eq=False, slots=True)
 class TensorRef:
-    """A tensor of a torch file: a strided view of a storage. offset and stride count elements; a 0-d tensor has shape ().
+    """A tensor of a torch file: a strided view of a storage. offset and stride count elements.
+
+    A 0-d tensor has shape ().
 
     conj and neg are torch's lazy bits: the stored bytes are before them. parameter tells an nn.Parameter.
     wrappers are the records around it (subclass, DTensor), outermost first.
@@ -94,7 +105,10 @@ class TensorRef:
 
 @dataclass(eq=False, slots=True)
 class Array:
-    """A small array read into memory: data are the little-endian row-major bytes. kind is "torch" or "numpy" (how it was stored)."""
+    """A small array read into memory: data are the little-endian row-major bytes.
+
+    Kind is "torch" or "numpy" (how it was stored).
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -103,14 +117,20 @@ class Array:
 
 
 class OrderedPairs(dict[Tree, Tree]):
-    """collections.OrderedDict of a pickle: a dict that is written again as one. attributes are what BUILD put on it (`_metadata`)."""
+    """collections.OrderedDict of a pickle: a dict that is written again as one.
+
+    Attributes are what BUILD put on it (`_metadata`).
+    """
 
     attributes: Tree = None
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor among the values that is too large to be one: it is the checkpoint's tensor (name, kind), and is moved like one."""
+    """A tensor among the values that is too large to be one.
+
+    It is the checkpoint's tensor (name, kind), and is moved like one.
+    """
 
     name: str
     kind: str = "other"

@@ -1,4 +1,6 @@
-"""Changing float types: round to nearest, ties to even; overflow becomes infinity, NaN stays NaN. NumPy only, block by block.
+"""Changing float types: round to nearest, ties to even; overflow becomes infinity, NaN stays NaN.
+
+NumPy only, block by block.
 
 bfloat16 is done on its bits: ml_dtypes' own casts hold the interpreter's lock, so threads would wait for each other.
 """
@@ -44,7 +46,10 @@ def require_casts(casts: frozenset[Cast]) -> None:
 
 
 def convert(target: Array, source: Array, rule: Cast) -> None:
-    """Fill target with source's elements by the rule. Both have one shape, any strides, and the types that `carrier` names."""
+    """Fill target with source's elements by the rule.
+
+    Both have one shape, any strides, and the types that `carrier` names.
+    """
     if source.size <= _BLOCK:
         # Infinities from large values are what a cast means, not a surprise.
         with np.errstate(all="ignore"):

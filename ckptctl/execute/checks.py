@@ -1,4 +1,7 @@
-"""Checksums of segments and files, joined from those of extents that are written in any order; and the bytes that wait for them. Pure."""
+"""Checksums of segments and files, joined from those of extents that are written in any order.
+
+And the bytes that wait for them. Pure.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ class FileChecks:
         return out
 
     def lates(self) -> Iterator[tuple[int, bytes]]:
-        """(start, bytes) of each segment that comes late; all extents are written. ValueError where it is not as long as it said."""
+        """(start, bytes) of each segment that comes late; all extents are written.
+
+        ValueError where it is not as long as it said.
+        """
         crcs: dict[int, int] | None = None
         for i, segment in enumerate(self.file.segments):
             if isinstance(segment, Late):
@@ -106,7 +112,10 @@ class ExtentChecks:
 
 
 def extent_crc(checks: FileChecks, start: int, data: memoryview, value: int) -> int:
-    """value joined with the checksum of the file's bytes from start on, those that come late as 0; data is changed so."""
+    """Value joined with the checksum of the file's bytes from start on, those that come late as 0.
+
+    Data is changed so.
+    """
     for number, low, high in segments_in(checks.file, start, start + len(data)):
         if isinstance(checks.file.segments[number], Late):
             data[low - start : high - start] = bytes(high - low)

@@ -1,4 +1,7 @@
-"""Open files, at most so many at once, shared by threads; and reads that are whole or raise. No position is ever shared."""
+"""Open files, at most so many at once, shared by threads; and reads that are whole or raise.
+
+No position is ever shared.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ _IOV_MAX = 1024
 
 
 class OpenFiles:
-    """File descriptors by path, opened on first use; those longest unused are closed beyond the limit. Use as a context."""
+    """File descriptors by path, opened on first use; those longest unused are closed beyond the limit.
+
+    Use as a context.
+    """
 
     def __init__(self, flags: int, limit: int = 64) -> None:
         self._flags = flags | getattr(os, "O_CLOEXEC", 0)
@@ -67,7 +73,10 @@ class OpenFiles:
 
 
 def read_all(fd: int, views: Sequence[memoryview], start: int, path: str) -> None:
-    """Fill the views, one after the other, with the file's bytes from start on. Damaged where it ends before; OSError as it comes."""
+    """Fill the views, one after the other, with the file's bytes from start on. Damaged where it ends before.
+
+    OSError as it comes.
+    """
     for first in range(0, len(views), _IOV_MAX):
         some = views[first : first + _IOV_MAX]
         want = sum(map(len, some))

@@ -1,4 +1,7 @@
-"""Filling buffers with an extent's steps: runs are read where they belong, strided boxes by windows. Nothing is written to a file here."""
+"""Filling buffers with an extent's steps: runs are read where they belong, strided boxes by windows.
+
+Nothing is written to a file here.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class Run(NamedTuple):
 
 
 class Reads:
-    """Collects runs, then reads them with few calls: neighbours in a source are read at once, the bytes between thrown away."""
+    """Collects runs, then reads them with few calls.
+
+    Neighbours in a source are read at once, the bytes between thrown away.
+    """
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
@@ -105,7 +111,9 @@ def repeat_into(view: memoryview, pattern: bytes, phase: int) -> None:
 
 
 class Stream:
-    """One buffer through which an extent goes from its first byte to its last; full() is called with each filled stretch.
+    """One buffer through which an extent goes from its first byte to its last.
+
+    Full() is called with each filled stretch.
 
     full(start, data): data are the file's bytes from start on, valid during the call.
     """
@@ -189,7 +197,10 @@ class Filled(NamedTuple):
 
 
 class _Want(NamedTuple):
-    """A part of a strided move: which source bytes it stretches over, and the buffer it goes to. Sorted by those bytes."""
+    """A part of a strided move: which source bytes it stretches over, and the buffer it goes to.
+
+    Sorted by those bytes.
+    """
 
     source: int
     start: int
@@ -201,7 +212,10 @@ class _Want(NamedTuple):
 def gather(
     sources: Sources, gang: Sequence[tuple[Extent, Sequence[Step]]], window_nbytes: int, check: Callable[[], None]
 ) -> list[Filled]:
-    """The bytes of all extents of a gang; each stretch of a source is read once for all of them. check is called now and then."""
+    """The bytes of all extents of a gang; each stretch of a source is read once for all of them.
+
+    Check is called now and then.
+    """
     filled = [Filled(e, buffer(e.stop - e.start)) for e, _ in gang]
     reads = Reads(sources)
     wants: list[Iterator[_Want]] = []
@@ -232,7 +246,10 @@ def _wanted(move: Move, number: int, limit: int) -> Iterator[_Want]:
 
 
 def _by_start(wants: Iterable[Iterator[_Want]]) -> list[Iterable[_Want]]:
-    """The same parts in few sorted sequences: moves of one part each, of which there may be thousands, are one of them."""
+    """The same parts in few sorted sequences.
+
+    Moves of one part each, of which there may be thousands, are one of them.
+    """
     singles: list[_Want] = []
     out: list[Iterable[_Want]] = [singles]
     for some in wants:

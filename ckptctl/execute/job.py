@@ -1,4 +1,7 @@
-"""What the executor takes and gives back, as data: a job, its budget, its progress and its outcome. Nothing runs here."""
+"""What the executor takes and gives back, as data: a job, its budget, its progress and its outcome.
+
+Nothing runs here.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ _REREAD = 1.25
 
 @dataclass(frozen=True)
 class Budget:
-    """memory_nbytes bounds the memory above an idle interpreter; jobs is the number of threads, 0 for one a core, at most 8."""
+    """memory_nbytes bounds the memory above an idle interpreter.
+
+    Jobs is the number of threads, 0 for one a core, at most 8.
+    """
 
     memory_nbytes: int = 512 * MIB
     jobs: int = 0
@@ -43,7 +49,8 @@ class Budget:
 class Job:
     """One conversion: a checked plan, where its sources lie, and where its result goes.
 
-    sources[i].path is relative to root ("" where root itself is the file). folder False: the plan has one file with path "", which
+    sources[i].path is relative to root ("" where root itself is the file). folder False: the plan has one file with
+    path "", which
     becomes target itself. fingerprint is what else must be the same for --resume: options, metadata files.
     """
 
@@ -69,8 +76,10 @@ class Progress(NamedTuple):
 class Outcome:
     """What a finished job did.
 
-    resumed_nbytes were there from an interrupted job, direct_nbytes were copied by the kernel (both are part of the result's size).
-    read_nbytes counts source bytes that were read, gaps in windows and decoded members with them. checksums holds the CRC-32 of each
+    resumed_nbytes were there from an interrupted job, direct_nbytes were copied by the kernel (both are part of the
+    result's size).
+    read_nbytes counts source bytes that were read, gaps in windows and decoded members with them. checksums holds the
+    CRC-32 of each
     file whose bytes all passed through memory, None for others. notes are sentences for the report.
     """
 
@@ -88,8 +97,10 @@ class Outcome:
 class Sizes:
     """The buffers of one run, in bytes. working is what all of them may take together.
 
-    chunk: a thread streams runs through one of these (small enough for a core's cache: 256 KiB to 1 MiB were equal, 4 MiB slower).
-    window: a stretch of a source that is read once and scattered. gang: the extents that are gathered together. extent: the largest
+    chunk: a thread streams runs through one of these (small enough for a core's cache: 256 KiB to 1 MiB were equal, 4
+    MiB slower).
+    window: a stretch of a source that is read once and scattered. gang: the extents that are gathered together. extent:
+    the largest
     one. decoded: all members kept decoded; member: the largest of those, what is larger goes to a scratch file.
     """
 
@@ -127,7 +138,9 @@ def sizes_for(job: Job, budget: Budget) -> Sizes:
 
 
 def fitted(job: Job, budget: Budget) -> Job:
-    """The job with extents that fit the budget and let gangs read each stretch of a source about once; counted anew where they change.
+    """The job with extents that fit the budget and let gangs read each stretch of a source about once.
+
+    Counted anew where they change.
 
     What a run does with every job; a dry run takes its numbers from here, too. A fitted job is left as it is.
     """

@@ -1,10 +1,15 @@
-"""The journal of a job: what it is, and which extents are written. JSON lines, appended one write call each; read again by --resume.
+"""The journal of a job: what it is, and which extents are written. JSON lines, appended one write call each.
+
+Read again by --resume.
 
     {"schema": ..., "tool": ..., "plan": ..., "extent_nbytes": ..., "fingerprint": {...}, "boot": ...}
-    [file, start, stop, [[segment, crc32, nbytes], ...], crc32 or null]        one an extent, after its bytes were written
-    {"complete": inode}                                                         the result is whole; that inode is being renamed
+    [file, start, stop, [[segment, crc32, nbytes], ...], crc32 or null]        one an extent, after its bytes were
+    written
+    {"complete": inode}                                                         the result is whole; that inode is being
+    renamed
 
-An extent's segments are those whose checksum something needs, in file order; its own checksum counts bytes that come late as 0.
+An extent's segments are those whose checksum something needs, in file order; its own checksum counts bytes that come
+late as 0.
 """
 
 from __future__ import annotations
@@ -35,7 +40,10 @@ _ENDS = 64 << 10
 
 
 class Done(NamedTuple):
-    """What the journal knows of a written extent: checksums of segments ((segment, CRC-32, bytes), ...), and of all its bytes or None."""
+    """What the journal knows of a written extent.
+
+    Checksums of segments ((segment, CRC-32, bytes), ...), and of all its bytes or None.
+    """
 
     segments: tuple[tuple[int, int, int], ...]
     crc: int | None
@@ -75,7 +83,10 @@ def plan_digest(plan: Plan) -> str:
 
 
 def source_marks(job: Job) -> dict[str, dict[str, Json]]:
-    """Size, time of change and digest of the ends of each source file that the job reads, by path. MissingFile where one is gone."""
+    """Size, time of change and digest of the ends of each source file that the job reads, by path.
+
+    MissingFile where one is gone.
+    """
     paths = [job.sources[number].path for number in used_sources(job.plan)]
     out: dict[str, dict[str, Json]] = {}
     for path, (size, mtime) in seen(job.root, paths).items():
@@ -108,7 +119,10 @@ def header_of(job: Job, marks: Mapping[str, Json]) -> dict[str, Json]:
 
 @dataclass
 class Past:
-    """What a journal tells of the job before: its header ({} where there is none), the written extents, and the bytes that hold them."""
+    """What a journal tells of the job before.
+
+    Its header ({} where there is none), the written extents, and the bytes that hold them.
+    """
 
     header: dict[str, Json] = field(default_factory=dict)
     done: dict[Extent, Done] = field(default_factory=dict)
@@ -117,7 +131,7 @@ class Past:
 
     @property
     def same_boot(self) -> bool:
-        """Whether the machine ran on since then, so that what was written is there even where it did not reach the disk yet."""
+        """Whether the machine ran on since then: what was written is there even where it has not reached the disk."""
         return bool(boot_id()) and self.header.get("boot") == boot_id()
 
 
@@ -154,7 +168,10 @@ def _take(past: Past, value: Json) -> bool:
 
 
 def require_same(old: Mapping[str, Json], new: Mapping[str, Json]) -> None:
-    """SourceChanged, naming the first things that differ with both values, where a journal is of another job. The boot may differ."""
+    """SourceChanged, naming the first things that differ with both values, where a journal is of another job.
+
+    The boot may differ.
+    """
     names = {
         "tool": "the version of ckptctl",
         "plan": "the plan",

@@ -50,13 +50,16 @@ def run(
     progress: Callable[[Progress], None] | None = None,
     before_commit: Callable[[Path], None] | None = None,
 ) -> Outcome:
-    """Write a job's result under its target's name, completely, or raise and leave what is done beside it for resume=True.
+    """Write a job's result under its target's name, completely, or raise and leave what is done for resume=True.
 
-    checksums: the CRC-32 of every file is wanted (some are known anyway). progress is called from this thread, about ten times a
+    checksums: the CRC-32 of every file is wanted (some are known anyway). progress is called from this thread, about
+    ten times a
     second. before_commit gets the finished file or folder before it has its name: what it raises, stops the commit.
 
-    Raises Usage (target there, or mixed up with the source), NoSpace, MissingFile, Damaged, Unsupported, SourceChanged (on resume: another
-    job; at the end: the source was written to), Interrupted (SIGTERM), CkptError with code busy, write-failed or read-failed, and
+    Raises Usage (target there, or mixed up with the source), NoSpace, MissingFile, Damaged, Unsupported, SourceChanged
+    (on resume: another
+    job; at the end: the source was written to), Interrupted (SIGTERM), CkptError with code busy, write-failed or read-
+    failed, and
     KeyboardInterrupt as it comes.
     """
     started = time.monotonic()
@@ -204,7 +207,10 @@ class _Run:
         return Past()
 
     def _take_over(self, past: Past, kept: set[int]) -> None:
-        """Count extents that are there already: after a start of the machine since then, only those whose bytes still have their checksum."""
+        """Count extents that are there already.
+
+        After a start of the machine since then, only those whose bytes still have their checksum.
+        """
         for extent, done in past.done.items():
             if extent.file in kept and (past.same_boot or (done.crc is not None and self._is_there(extent, done.crc))):
                 self.checks[extent.file].add(extent, done)

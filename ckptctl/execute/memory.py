@@ -19,7 +19,10 @@ _OWN_PAGES = 256 << 10
 
 
 def buffer(nbytes: int) -> Bytes:
-    """An array of nbytes. Its pages are its own: malloc would keep those of freed arrays for the thread that had them."""
+    """An array of nbytes. Its pages are its own.
+
+    Malloc would keep those of freed arrays for the thread that had them.
+    """
     if nbytes < _OWN_PAGES:
         return np.empty(nbytes, np.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -31,7 +34,10 @@ class Stopped(Exception):
 
 
 class Memory:
-    """nbytes that threads may hold together. A request for more than all waits until nothing else is held, then is let through."""
+    """nbytes that threads may hold together.
+
+    A request for more than all waits until nothing else is held, then is let through.
+    """
 
     def __init__(self, nbytes: int, stop: Event) -> None:
         self._free, self._all = nbytes, nbytes
@@ -40,7 +46,10 @@ class Memory:
 
     @contextmanager
     def held(self, nbytes: int) -> Iterator[None]:
-        """Holds nbytes within the context. Raises Stopped where the job stops first. A thread must not hold two at a time."""
+        """Holds nbytes within the context. Raises Stopped where the job stops first.
+
+        A thread must not hold two at a time.
+        """
         want = min(nbytes, self._all)
         with self._changed:
             while self._free < want:

@@ -1,4 +1,7 @@
-"""Values of tensors in memory, by the same reading that a job uses: for diff, show and the Python API. Nothing of the source is written."""
+"""Values of tensors in memory, by the same reading that a job uses: for diff, show and the Python API.
+
+Nothing of the source is written.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ class Reader:
         return shutil.disk_usage(self._scratch or ".").free
 
     def read(self, moves: Sequence[Move], nbytes: int) -> Bytes:
-        """nbytes that the moves fill, counted from destination byte 0. Damaged or MissingFile where the source has them not."""
+        """Nbytes that the moves fill, counted from destination byte 0.
+
+        Damaged or MissingFile where the source has them not.
+        """
         return gather(self._sources, [(Extent(0, 0, nbytes), moves)], self._window, lambda: None)[0].data
 
     def close(self) -> None:

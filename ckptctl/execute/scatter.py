@@ -1,6 +1,9 @@
-"""From a window of a source into a buffer: strided boxes, as they are or cast, by NumPy. No file is read here, no plan is known.
+"""From a window of a source into a buffer: strided boxes, as they are or cast, by NumPy.
 
-What makes it fast: runs of bytes are moved as the widest items they fit, and boxes whose fastest axes differ on both sides (transposes) go in
+No file is read here, no plan is known.
+
+What makes it fast: runs of bytes are moved as the widest items they fit, and boxes whose fastest axes differ on both
+sides (transposes) go in
 tiles, as NumPy would else touch a cache line for every element.
 """
 
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
     from ckptctl.plan.steps import Move
 
 _LONG, _SHORT = 512, 16
-"""Elements of a tile along the axis that is fastest in the source, and in the target. Measured, with and without strides that are powers of
+"""Elements of a tile along the axis that is fastest in the source, and in the target.
+
+Measured, with and without strides that are powers of
 two, where square tiles are three times slower: their lines fall into the same places of the cache."""
 _PAGE = 4096
 _FAR = 64 << 10
@@ -80,13 +85,16 @@ def _tiles(size: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]) ->
 
 
 def parts(move: Move, limit: int) -> Iterator[Move]:
-    """A move as moves that each stretch over at most limit bytes of the source, without far gaps inside; in rising order of source.
+    """A move as moves that each stretch over at most limit bytes of the source, without far gaps inside.
 
-    A gap is far where it is more than a page and more than 8 times what lies between gaps (so at most 9 times the needed bytes are
+    In rising order of source.
+
+    A gap is far where it is more than a page and more than 8 times what lies between gaps (so at most 9 times the
+    needed bytes are
     read), or more than 64 KiB.
     """
     far, reach = _gaps(move)
-    if not far and reach <= limit or all(n == 1 for n in move.size):
+    if (not far and reach <= limit) or all(n == 1 for n in move.size):
         yield move
         return
     axis = max(range(len(move.size)), key=lambda i: move.src_strides[i] if move.size[i] > 1 else -1)

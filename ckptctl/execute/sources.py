@@ -1,6 +1,9 @@
-"""The source's bytes by source number and offset, whether they lie in a file as they are or in compressed members. Nothing is written to it.
+"""The source's bytes by source number and offset, whether they lie in a file as they are or in compressed members.
 
-A compressed member is decoded once: into memory where it is small, the longest unused going first; else into a scratch file of the job.
+Nothing is written to it.
+
+A compressed member is decoded once: into memory where it is small, the longest unused going first; else into a scratch
+file of the job.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ _FEED = 1 << 20
 _PIECE = 1 << 20
 """Decoded bytes made at a time."""
 _BLIND_FEED = 1 << 10
-"""Compressed bytes given at a time where the decoded size is unknown: a block of 4 bytes can make 128 KiB, so these make 32 MiB at most."""
+"""Compressed bytes given at a time where the decoded size is unknown.
+
+A block of 4 bytes can make 128 KiB, so these make 32 MiB at most.
+"""
 _PLAIN, _ZSTD = "", "zstd"
 
 
@@ -43,7 +49,8 @@ class Place:
 class Sources:
     """Reads from the sources of a job; threads may read at once. Use as a context.
 
-    sizes: bytes of each file by path relative to root, as seen at the start. decoded_nbytes and member_nbytes are Sizes.decoded and .member.
+    sizes: bytes of each file by path relative to root, as seen at the start. decoded_nbytes and member_nbytes are
+    Sizes.decoded and .member.
     room tells how many bytes may still be written to the disk. read_nbytes counts what was read from the source.
     """
 
@@ -74,7 +81,7 @@ class Sources:
 
     def _file(self, source: Source) -> Place:
         """Where a source's stored bytes lie."""
-        path = os.path.join(self._root, source.path) if source.path else os.fspath(self._root)  # noqa: PTH118  (hot)
+        path = os.path.join(self._root, source.path) if source.path else os.fspath(self._root)  # noqa: PTH118 - hot
         size = self._sizes[source.path]
         stop = size if source.stop is None else source.stop
         if not 0 <= source.start <= stop or stop > size:
@@ -130,7 +137,10 @@ class Sources:
             at += len(view)
 
     def _member(self, number: int) -> bytes | bytearray | None:
-        """A decoded member; None where it went to its scratch file. One is decoded at a time, so that memory is for one decoder."""
+        """A decoded member; None where it went to its scratch file.
+
+        One is decoded at a time, so that memory is for one decoder.
+        """
         with self._decoding:
             held = self._held.get(number)
             if held is not None:
@@ -180,7 +190,10 @@ class Sources:
         return held
 
     def _make_room(self, nbytes: int) -> None:
-        """Let go of decoded members until one more of nbytes fits. Those in use by a thread stay with it until it has copied."""
+        """Let go of decoded members until one more of nbytes fits.
+
+        Those in use by a thread stay with it until it has copied.
+        """
         while self._held and sum(map(len, self._held.values())) + nbytes > self._decoded_nbytes:
             self._held.popitem(last=False)
 
@@ -223,7 +236,10 @@ class _Feed:
 
 
 def _zstd_pieces(feed: Iterator[bytes], known: int, path: str, window_nbytes: int) -> Iterator[bytes]:
-    """Decoded bytes of one or several frames, in small pieces. Damaged where the frames are broken or cut off (the latter only for known < 0)."""
+    """Decoded bytes of one or several frames, in small pieces.
+
+    Damaged where the frames are broken or cut off (the latter only for known < 0).
+    """
     import zstandard
 
     decoder = zstandard.ZstdDecompressor(max_window_size=1 << max(window_nbytes.bit_length() - 1, 20))
@@ -255,7 +271,10 @@ def _zstd_pieces(feed: Iterator[bytes], known: int, path: str, window_nbytes: in
 
 
 def seen(root: Path, paths: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """(bytes, mtime in ns) of files relative to root. MissingFile where one is gone, CkptError where one is no regular file."""
+    """(bytes, mtime in ns) of files relative to root.
+
+    MissingFile where one is gone, CkptError where one is no regular file.
+    """
     out = {}
     for path in dict.fromkeys(paths):
         full = root / path if path else root

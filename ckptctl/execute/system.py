@@ -1,4 +1,7 @@
-"""System calls that Python does not have, and errors of the system as the user's. Linux first; elsewhere each has a way round."""
+"""System calls that Python does not have, and errors of the system as the user's. Linux first.
+
+Elsewhere each has a way round.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ _LIBC = _Libc()
 
 
 def start_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Ask for those bytes to go to the disk now, without waiting for them: the fsync at the end finds little left to do."""
+    """Ask for those bytes to go to the disk now, without waiting for them.
+
+    The fsync at the end finds little left to do.
+    """
     if _LIBC.sync_file_range is not None:
         _LIBC.sync_file_range(fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)
 
@@ -60,7 +66,10 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def rename(old: Path, new: Path, flags: int) -> bool:
-    """Rename with NOREPLACE (FileExistsError where new is there) or EXCHANGE. False, and nothing done, where the system has no such call."""
+    """Rename with NOREPLACE (FileExistsError where new is there) or EXCHANGE.
+
+    False, and nothing done, where the system has no such call.
+    """
     if _LIBC.renameat2 is None:
         return False
     if _LIBC.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) == 0:
@@ -98,7 +107,7 @@ def writing_failed(err: OSError, path: Path | str) -> CkptError:
             "the disk is full, or a limit on file size or space is reached",
             where=os.fspath(path),
             why=why,
-            fix="make room and run again with --resume: what is done is kept beside the target, nothing stands under its name",
+            fix="make room and run again with --resume: what is done is kept beside the target",
         )
     return CkptError(
         "the result cannot be written",

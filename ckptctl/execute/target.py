@@ -1,4 +1,6 @@
-"""Where a result is made and how it gets its name: a hidden sibling of the target, a lock, the space it needs, and the rename at the end.
+"""Where a result is made and how it gets its name.
+
+A hidden sibling of the target, a lock, the space it needs, and the rename at the end.
 
 .NAME.ckptctl-partial/journal.jsonl     what is done; locked by the job that runs
 .NAME.ckptctl-partial/out/NAME          the file or folder in the making
@@ -105,7 +107,10 @@ def require_new(target: Path, overwrite: bool) -> None:
 
 
 class Partial:
-    """The hidden folder of one target, held by a lock. Use as a context: the lock goes with it, the folder stays for --resume."""
+    """The hidden folder of one target, held by a lock. Use as a context.
+
+    The lock goes with it, the folder stays for --resume.
+    """
 
     def __init__(self, target: Path) -> None:
         """Takes the folder, making it where it is not there. CkptError (code busy) where another job has it."""
@@ -145,9 +150,12 @@ class Partial:
         except OSError as err:
             if err.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise CkptError(
-                    "another job is writing this target", where=str(self.target), why=f"it holds {self.journal}",
-                    fix="wait until it is done, or stop it", code="busy",
-                ) from err  # fmt: skip
+                    "another job is writing this target",
+                    where=str(self.target),
+                    why=f"it holds {self.journal}",
+                    fix="wait until it is done, or stop it",
+                    code="busy",
+                ) from err
             if err.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
         with suppress(FileNotFoundError):
@@ -197,7 +205,10 @@ class Partial:
         return need
 
     def lay_out(self, files: Sequence[OutputFile], folder: bool) -> set[int]:
-        """Make every file in its full size, and the folders. Returns the numbers of those that were there in that size before."""
+        """Make every file in its full size, and the folders.
+
+        Returns the numbers of those that were there in that size before.
+        """
         kept: set[int] = set()
         path = self.out
         try:
@@ -259,7 +270,10 @@ class Partial:
         _remove(self._old)
 
     def is_complete(self, inode: int | None) -> bool:
-        """Whether the target is what a job with this folder made: it was killed between the rename and its cleaning up."""
+        """Whether the target is what a job with this folder made.
+
+        It was killed between the rename and its cleaning up.
+        """
         return inode is not None and os.path.lexists(self.target) and self.target.lstat().st_ino == inode
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""What one thread does: gangs of extents, each by the quickest way that its steps allow, written, counted and put in the journal.
+"""What one thread does.
+
+Gangs of extents, each by the quickest way that its steps allow, written, counted and put in the journal.
 
 runs, no checksum      copy_file_range: the kernel moves the bytes, on some disks without copying them
 runs, casts, fills     a stream through one small buffer: read, checked and written while it is in the core's cache
@@ -60,7 +62,10 @@ class Shared:
         checks: Sequence[FileChecks],
         checksums: bool,
     ) -> None:
-        """paths and checks are by output file; checksums: each file's is wanted, so that nothing may be left to the kernel."""
+        """Paths and checks are by output file; checksums.
+
+        Each file's is wanted, so that nothing may be left to the kernel.
+        """
         self.plan, self.sizes, self.sources, self.journal, self.checks = plan, sizes, sources, journal, checks
         self.paths = [os.fspath(p) for p in paths]
         self.outputs = OpenFiles(os.O_RDWR)
@@ -209,7 +214,10 @@ class Worker:
 
 
 def finish(shared: Shared, number: int) -> int | None:
-    """Put in an output file's late bytes, all extents being written, and bring the file to the disk. Returns its CRC-32, where known."""
+    """Put in an output file's late bytes, all extents being written, and bring the file to the disk.
+
+    Returns its CRC-32, where known.
+    """
     path, checks = shared.paths[number], shared.checks[number]
     lates = list(checks.lates())
     try:

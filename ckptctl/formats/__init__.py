@@ -1,24 +1,30 @@
 """The formats: what lies at a path, and who reads it. One package a format; imported when first needed.
 
-A format is a module `read` with `detect(path) -> Evidence | None` and `read(path, hints) -> Checkpoint`, and a module `write` where it can be a target.
+A format is a module `read` with `detect(path) -> Evidence | None` and `read(path, hints) -> Checkpoint`, and a module
+`write` where it can be a target.
 Order matters: the first that recognises a path has it, so that folders which hold others' files come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ckptctl.core.checkpoint import Checkpoint, Facts
 from ckptctl.core.errors import Unrecognised, Unsupported, Usage
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What makes a path look like a format. path is where its files are (a folder inside the given one, for example)."""
+    """What makes a path look like a format.
+
+    Path is where its files are (a folder inside the given one, for example).
+    """
 
     format: str
     why: str
@@ -41,7 +47,10 @@ class Reader(Protocol):
 
 
 FORMATS = ("foreign", "dcp", "hf", "torch")
-"""Every format with a read module, in order of detection. `foreign` knows what others look like that cannot be read yet."""
+"""Every format with a read module, in order of detection.
+
+`foreign` knows what others look like that cannot be read yet.
+"""
 
 
 def reader(name: str) -> Reader:
@@ -60,7 +69,8 @@ def _module(name: str) -> Reader:
 def detect(path: Path) -> Evidence:
     """What lies at a path, looking one or two levels down where the folder itself is nothing known.
 
-    Unrecognised where nothing is found, or several things are (they are listed); Unsupported where it is known but not read yet.
+    Unrecognised where nothing is found, or several things are (they are listed); Unsupported where it is known but not
+    read yet.
     """
     if not path.exists() and not path.is_symlink():
         raise Unrecognised(f"nothing is at {path}", fix="check the path")

@@ -1,6 +1,9 @@
-"""Training state dicts, whatever container held them: which part is the model, which the optimizer, and what else there is.
+"""Training state dicts, whatever container held them.
 
-Takes a nested tree whose tensor leaves have `.shape` and `.dtype` and gives names and states; used by torch files and DCP folders alike.
+Which part is the model, which the optimizer, and what else there is.
+
+Takes a nested tree whose tensor leaves have `.shape` and `.dtype` and gives names and states; used by torch files and
+DCP folders alike.
 No bytes are read here.
 """
 
@@ -139,9 +142,10 @@ def _model_key(root: Mapping[Any, Tree], optimizer_key: str | None, is_leaf: IsL
     loose = [k for k, v in root.items() if is_leaf(v) and part_of(str(k)) == "other"]
     if len(others) > 1:
         raise Unsupported(
-            "several dicts of the file hold tensors, and none is called as the model's usually is", why=f"they are {', '.join(map(str, others[:6]))}",
+            "several dicts of the file hold tensors, and none is called as the model's usually is",
+            why=f"they are {', '.join(map(str, others[:6]))}",
             fix=f"save the one that is the model's under one of {', '.join(MODEL_KEYS)}",
-        )  # fmt: skip
+        )
     return others[0] if others and not loose else None
 
 
@@ -250,8 +254,10 @@ def named_states(
 ) -> tuple[Optimizer, dict[tuple[str, str], Tree]]:
     """The optimizer with every parameter under its name, and its states by (name, kind).
 
-    shapes are those of the model's parameters in registration order, aliases left out. Integer ids are mapped by `order` (a list of names
-    that the user gives), by names that the groups record (`param_names`), or where exactly one assignment of the model's order fits
+    shapes are those of the model's parameters in registration order, aliases left out. Integer ids are mapped by
+    `order` (a list of names
+    that the user gives), by names that the groups record (`param_names`), or where exactly one assignment of the
+    model's order fits
     every shape of every group; else MissingFact.
     """
     ids = [p for g in found.groups for p in _members(g)]
@@ -302,7 +308,7 @@ def _names_of_ids(
         members, given = _members(g), g.get("param_names")
         if isinstance(given, (list, tuple)) and len(given) == len(members):
             recorded.update(zip(members, map(str, given), strict=True))
-    groups = [[p for p in _members(g)] for g in found.groups] or [sorted(k for k in found.states if isinstance(k, int))]
+    groups = [list(_members(g)) for g in found.groups] or [sorted(k for k in found.states if isinstance(k, int))]
     ids = [p for g in groups for p in g]
     if len(recorded) == len(ids):
         return recorded
@@ -314,8 +320,11 @@ def _names_of_ids(
         reason = assigned or "no order of the model's parameters fits the shapes of the optimizer's state"
         raise MissingFact(
             "the optimizer's state is keyed by numbers, and which parameter each one means is not in the file",
-            where=where, why=reason, fix="give the names in the optimizer's order, a name a line: --param-order FILE", code="param-order",
-        )  # fmt: skip
+            where=where,
+            why=reason,
+            fix="give the names in the optimizer's order, a name a line: --param-order FILE",
+            code="param-order",
+        )
     by_position = list(shapes)
     return {groups[g][i]: by_position[at] for at, (g, i) in assigned.items()}
 
@@ -351,7 +360,9 @@ def _shape_of(entry: Mapping[str, Tree] | None, shapes: Mapping[str, tuple[int, 
 def _interleavings(
     shapes: list[tuple[int, ...]], groups: list[list[tuple[int, ...] | None]]
 ) -> dict[int, tuple[int, int]] | str | None:
-    """The one way to deal the model's parameters, in order, to the groups in theirs, so that every shape fits; a parameter may be in none.
+    """The one way to deal the model's parameters, in order, to the groups in theirs, so that every shape fits.
+
+    A parameter may be in none.
 
     Returns {position: (group, place in it)}, None where no way fits, or a text that says why it is not one way.
     """
@@ -399,7 +410,10 @@ def _interleavings(
 
 
 def _warm(ways: Callable[[tuple[int, ...], int], int], sizes: list[int], spare: int) -> None:
-    """Calls ways for every state from the far end when there are many parameters: each then only looks one step ahead."""
+    """Calls ways for every state from the far end when there are many parameters.
+
+    Each then only looks one step ahead.
+    """
     if sum(sizes) + spare < 300:
         return
     from itertools import product

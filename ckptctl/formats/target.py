@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import Checkpoint, Optimizer
-from ckptctl.core.dtype import DType
 from ckptctl.core.output import OutputFile, Region
-from ckptctl.core.tensor import Key, Source, Tensor
-from ckptctl.core.values import Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptctl.core.checkpoint import Checkpoint, Optimizer
+    from ckptctl.core.dtype import DType
+    from ckptctl.core.tensor import Key, Source, Tensor
+    from ckptctl.core.values import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,8 @@ class Item:
 class Line:
     """One line of the fidelity report: a part of the training state, what became of it, and how or why.
 
-    fate is "carried" (bit for bit), "converted", "filled", "dropped", "absent" (not in the source) or "written" (made new).
+    fate is "carried" (bit for bit), "converted", "filled", "dropped", "absent" (not in the source) or "written" (made
+    new).
     """
 
     part: str
@@ -85,7 +90,10 @@ class Choices:
 
 @dataclass(frozen=True)
 class Written:
-    """A writer's answer: the files, whether they lie in a folder, report lines, and tensors and sources beyond the source's own."""
+    """A writer's answer.
+
+    The files, whether they lie in a folder, report lines, and tensors and sources beyond the source's own.
+    """
 
     files: tuple[OutputFile, ...]
     folder: bool

@@ -1,23 +1,35 @@
-"""Tensors of torch pickles as the core's tensors, and small ones as values. Shared by torch files, `.bin` folders and DCP items."""
+"""Tensors of torch pickles as the core's tensors, and small ones as values.
+
+Shared by torch files, `.bin` folders and DCP items.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.dtype import packed
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
 from ckptctl.core.values import Array, Held, OrderedPairs, Record, TensorRef, Tree
-from ckptctl.formats.bytesource import ByteSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ckptctl.formats.bytesource import ByteSource
 
 VALUE_LIMIT = 64 << 10
-"""The largest tensor that is read as a value (random state, counters), in bytes; larger ones are tensors of kind other."""
+"""The largest tensor that is read as a value (random state, counters), in bytes.
+
+Larger ones are tensors of kind other.
+"""
 
 
 def tensor_of(key: Key, ref: TensorRef, source: int) -> Tensor:
-    """A tensor whose bytes lie in source, at the places that its storage says. Strides are kept: no copy is made contiguous here."""
+    """A tensor whose bytes lie in source, at the places that its storage says. Strides are kept.
+
+    No copy is made contiguous here.
+    """
     item = ref.dtype.itemsize
     strides = tuple(s * item for s in ref.stride)
     start = ref.storage.start_byte + ref.offset * item
@@ -47,7 +59,10 @@ def same_place(a: TensorRef, b: TensorRef) -> bool:
 
 
 def aliases(tensors: Mapping[str, TensorRef]) -> dict[str, str]:
-    """Names of tensors that are an earlier one, and which: tied weights over one storage. Empty tensors are never aliases."""
+    """Names of tensors that are an earlier one, and which: tied weights over one storage.
+
+    Empty tensors are never aliases.
+    """
     seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...], str], str] = {}
     out = {}
     for name, ref in tensors.items():
@@ -62,7 +77,10 @@ def aliases(tensors: Mapping[str, TensorRef]) -> dict[str, str]:
 
 
 def read_array(ref: TensorRef, reader: ByteSource, limit: int = VALUE_LIMIT) -> Array:
-    """A small tensor as a value, its elements packed row-major. Unsupported above limit, and where the stored bits are not its values."""
+    """A small tensor as a value, its elements packed row-major.
+
+    Unsupported above limit, and where the stored bits are not its values.
+    """
     nbytes = ref.dtype.nbytes(ref.shape)
     if nbytes > limit or ref.conj or ref.neg:
         raise Unsupported(
@@ -89,7 +107,9 @@ def read_array(ref: TensorRef, reader: ByteSource, limit: int = VALUE_LIMIT) -> 
 
 
 def map_leaves(tree: Tree, convert: Callable[[TensorRef, str], Tree], path: str = "") -> Tree:
-    """The tree with every TensorRef replaced by convert(it, its dotted path). Containers are made anew where something in them changed.
+    """The tree with every TensorRef replaced by convert(it, its dotted path).
+
+    Containers are made anew where something in them changed.
 
     Cycles are kept as they are. Nesting beyond 200 levels is left as it is.
     """
@@ -136,7 +156,10 @@ def _rebuilt(at: Tree, walk: Callable[[Tree, Any], Tree]) -> Tree:
 
 
 def value_of(tree: Tree, path: str, reader: ByteSource, tensors: dict[Key, Tensor], source: int) -> Tree:
-    """A value with its tensors inside: small ones read, larger ones put among tensors under their path, and Held in the tree."""
+    """A value with its tensors inside.
+
+    Small ones read, larger ones put among tensors under their path, and Held in the tree.
+    """
 
     def convert(ref: TensorRef, where: str) -> Tree:
         if ref.dtype.nbytes(ref.shape) <= VALUE_LIMIT and not (ref.conj or ref.neg):

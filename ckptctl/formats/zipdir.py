@@ -31,7 +31,7 @@ from ckptctl.formats.zipformat import (
     bad,
     shown,
     zip64_field,
-)  # fmt: skip
+)
 from ckptctl.formats.zipfront import first_records
 from ckptctl.formats.ziplocal import check_locals
 

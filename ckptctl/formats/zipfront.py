@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 
-from ckptctl.core.errors import Damaged
 from ckptctl.checksum import crc32
+from ckptctl.core.errors import Damaged
 from ckptctl.formats.zipformat import CENTRAL, DESCRIPTOR, ENCRYPTED, FULL32, LOCAL, LOCAL_HEADER, STREAMED
 
 

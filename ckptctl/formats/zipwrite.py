@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.output import Fill, Late, Put, Region, Segment
 from ckptctl.checksum import combine, crc32, crc_of_repeated
+from ckptctl.core.output import Fill, Late, Put, Region, Segment
 from ckptctl.formats.zipformat import (
     CENTRAL,
     CENTRAL_HEADER,

@@ -15,7 +15,10 @@ def _ties() -> dict[str, Any]:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the head is the embedding: by its own word, its text model's, or its family's default."""
+    """Whether a config.json says that the head is the embedding.
+
+    By its own word, its text model's, or its family's default.
+    """
     text = config.get("text_config")
     for scope in (config, text if isinstance(text, Mapping) else {}):
         value = scope.get("tie_word_embeddings")
@@ -25,7 +28,10 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 
 def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
-    """(head, embedding) among a model's names: the pair that `tie_word_embeddings` ties; None where either is not there."""
+    """(head, embedding) among a model's names: the pair that `tie_word_embeddings` ties.
+
+    None where either is not there.
+    """
     known = list(names)
     for head in _ties()["heads"]:
         for name in known:
@@ -40,9 +46,12 @@ def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def absent_head(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(head, embedding) where the config ties them and only the embedding is stored; None where there is no head to be had.
+    """(head, embedding) where the config ties them and only the embedding is stored.
 
-    Models for other tasks (classification, embedding) have no head to tie: their architecture, or a head of their own, says so.
+    None where there is no head to be had.
+
+    Models for other tasks (classification, embedding) have no head to tie: their architecture, or a head of their own,
+    says so.
     """
     known = set(names)
     architectures = config.get("architectures")

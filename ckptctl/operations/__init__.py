@@ -17,9 +17,18 @@ if TYPE_CHECKING:
     from ckptctl.operations.showing import show
 
 _HOME = {
-    "Comparison": "comparing", "diff": "comparing", "Conversion": "content", "Running": "converting", "convert": "converting", "reshard": "converting",
-    "inspect": "inspecting", "ls": "inspecting", "Reading": "opening", "open_checkpoint": "opening", "show": "showing",
-}  # fmt: skip
+    "Comparison": "comparing",
+    "diff": "comparing",
+    "Conversion": "content",
+    "Running": "converting",
+    "convert": "converting",
+    "reshard": "converting",
+    "inspect": "inspecting",
+    "ls": "inspecting",
+    "Reading": "opening",
+    "open_checkpoint": "opening",
+    "show": "showing",
+}
 
 __all__ = [
     "Comparison",

@@ -1,4 +1,7 @@
-"""diff: two checkpoints by value, whatever their formats and layouts. Both sides are read once, streaming, in bounded memory."""
+"""diff: two checkpoints by value, whatever their formats and layouts.
+
+Both sides are read once, streaming, in bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +23,9 @@ from ckptctl.operations.content import WEIGHT_CHOICES
 from ckptctl.operations.inspecting import plain
 from ckptctl.operations.opening import Reading, open_checkpoint, require_safe, require_tensors
 from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Document = dict[str, Any]
 _WIDE = {"bfloat16": "float32", "float16": "float32", "float32": "float32", "float64": "float64"}
@@ -54,12 +59,18 @@ class _Found:
 
 
 def diff(
-    a: Path | str, b: Path | str, what: Comparison | None = None, reading: Reading | None = None, *,
-    memory: str = "512MiB", progress: Callable[[Any], None] | None = None,
-) -> Document:  # fmt: skip
+    a: Path | str,
+    b: Path | str,
+    what: Comparison | None = None,
+    reading: Reading | None = None,
+    *,
+    memory: str = "512MiB",
+    progress: Callable[[Any], None] | None = None,
+) -> Document:
     """What differs between two checkpoints (schema ckptctl.diff/1): `equal`, and `differences` of name, kind and what.
 
-    Exact: bits are compared, so a NaN equals itself and 0.0 is not -0.0; with ignore_dtype values are widened first, which is exact.
+    Exact: bits are compared, so a NaN equals itself and 0.0 is not -0.0; with ignore_dtype values are widened first,
+    which is exact.
     """
     what = what or Comparison()
     if what.weights not in WEIGHT_CHOICES:
@@ -78,9 +89,13 @@ def diff(
     if what.state:
         _values(sides[0], sides[1], found)
     return {
-        "schema": "ckptctl.diff/1", "a": {"path": sides[0].root, "format": sides[0].format}, "b": {"path": sides[1].root, "format": sides[1].format},
-        "equal": not found.differences, "compared": dict(found.compared), "differences": found.differences,
-    }  # fmt: skip
+        "schema": "ckptctl.diff/1",
+        "a": {"path": sides[0].root, "format": sides[0].format},
+        "b": {"path": sides[1].root, "format": sides[1].format},
+        "equal": not found.differences,
+        "compared": dict(found.compared),
+        "differences": found.differences,
+    }
 
 
 def _opened(path: Path | str, reading: Reading | None) -> Checkpoint:
@@ -91,7 +106,10 @@ def _opened(path: Path | str, reading: Reading | None) -> Checkpoint:
 
 
 def _named(checkpoint: Checkpoint, what: Comparison) -> dict[tuple[str, str], Key]:
-    """What one side has, by (name, kind), and which tensor that is. A head that the config ties stands for its embedding where it is absent."""
+    """What one side has, by (name, kind), and which tensor that is.
+
+    A head that the config ties stands for its embedding where it is absent.
+    """
     out: dict[tuple[str, str], Key] = {}
     for key in checkpoint.tensors:
         if key.kind in WEIGHTS:
@@ -198,7 +216,10 @@ def _step_numbers(reader: TensorReader) -> dict[str, float | None]:
 
 
 def _groups(a: Checkpoint, b: Checkpoint, found: _Found) -> None:
-    """Settings by parameter: the number and order of groups may differ between formats, what a parameter trains with may not."""
+    """Settings by parameter.
+
+    The number and order of groups may differ between formats, what a parameter trains with may not.
+    """
     left, right = _settings(a), _settings(b)
     if not left or not right:
         if left or right:

@@ -1,14 +1,17 @@
-"""What a conversion takes from its source: which weights and states, under which type, and what becomes of every other part.
+"""What a conversion takes from its source.
 
-Pure choice: no bytes are read, no format is named. The report's lines are made here, so that nothing is left out without a word.
+Which weights and states, under which type, and what becomes of every other part.
+
+Pure choice: no bytes are read, no format is named. The report's lines are made here, so that nothing is left out
+without a word.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import MASTER, OTHER, WEIGHTS, Checkpoint, Optimizer, is_state, part_of
 from ckptctl.core.dtype import BY_NAME, DType
@@ -16,6 +19,9 @@ from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported, Usage
 from ckptctl.core.tensor import Key, Tensor
 from ckptctl.formats.target import Content, Item, Line
 from ckptctl.names import absent_head, head_and_embedding, is_tied
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 TARGETS = ("hf", "torch", "dcp")
 DTYPE_CHOICES = ("source", "float32", "bfloat16", "float16")
@@ -66,7 +72,8 @@ def check_flags(wanted: Conversion) -> None:
 def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Line]]:
     """The tensors and values to write, and the report's lines about them.
 
-    Raises StateNotCarried where the target has no place for states and --no-optimizer is not given; Unsupported for tensors that
+    Raises StateNotCarried where the target has no place for states and --no-optimizer is not given; Unsupported for
+    tensors that
     cannot be moved; MissingFact where nothing is left.
     """
     lines: list[Line] = []
@@ -190,9 +197,11 @@ def _refuse_losing(source: Checkpoint, wanted: Conversion, states: Mapping[tuple
     kinds = sorted({kind for _, kind in states if kind != "step"})
     if kinds and not wanted.no_optimizer:
         raise StateNotCarried(
-            f"a Hugging Face folder has no place for the training state ({', '.join(kinds)})", where=source.root,
-            why=f"{len(states)} tensors of it would be lost", fix="add --no-optimizer to let it go, or convert to torch or dcp, which keep it",
-        )  # fmt: skip
+            f"a Hugging Face folder has no place for the training state ({', '.join(kinds)})",
+            where=source.root,
+            why=f"{len(states)} tensors of it would be lost",
+            fix="add --no-optimizer to let it go, or convert to torch or dcp, which keep it",
+        )
 
 
 def _selected_states(
@@ -301,7 +310,10 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
 
 
 def _second_name(source: Checkpoint, weights: dict[str, Item], wanted: Conversion, lines: list[Line]) -> dict[str, str]:
-    """A tied head that the source leaves out, for targets whose loaders want both names: {head: embedding}, added to weights."""
+    """A tied head that the source leaves out, for targets whose loaders want both names: {head.
+
+    Embedding}, added to weights.
+    """
     config = source.facts.config
     pair = (
         absent_head((k.name for k in source.tensors if k.kind in WEIGHTS), config)
@@ -328,7 +340,10 @@ def tied_pair(source: Checkpoint, names: Mapping[str, object]) -> tuple[str, str
 def _collapsed(
     source: Checkpoint, weights: Mapping[str, Item], wanted: Conversion, lines: list[Line]
 ) -> frozenset[str]:
-    """Aliases that a Hugging Face folder leaves out, since its config ties them. Equality of separate copies is checked before by value."""
+    """Aliases that a Hugging Face folder leaves out, since its config ties them.
+
+    Equality of separate copies is checked before by value.
+    """
     pair = tied_pair(source, weights) if wanted.to == "hf" else None
     out = set()
     if pair is not None:

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptctl import __version__
-from ckptctl.core.checkpoint import Checkpoint
 from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run, space
-from ckptctl.formats.target import Choices, Content, Item, Line, Written
+from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
 from ckptctl.operations.opening import Reading, open_checkpoint, require_safe, require_tensors
 from ckptctl.operations.ties import require_equal_copies
@@ -23,6 +22,9 @@ from ckptctl.plan.check import Totals, check, require_whole
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import EXTENT_NBYTES, Plan
 from ckptctl.plan.steps import Cast
+
+if TYPE_CHECKING:
+    from ckptctl.core.checkpoint import Checkpoint
 
 Document = dict[str, Any]
 OnProgress = Callable[[Progress], None]
@@ -65,7 +67,8 @@ def convert(
 ) -> Document:
     """Convert src to another format at dst. Returns the document that `--json` prints (schema ckptctl.convert/1).
 
-    Raises Usage (exit 2), StateNotCarried, MissingFact, Damaged, Unsafe, NoSpace, ... (exit 3); on any of them nothing stands at dst.
+    Raises Usage (exit 2), StateNotCarried, MissingFact, Damaged, Unsafe, NoSpace, ... (exit 3); on any of them nothing
+    stands at dst.
     """
     check_flags(wanted)
     running = running or Running()
@@ -87,9 +90,16 @@ def convert(
 
 
 def reshard(
-    src: Path | str, dst: Path | str, reading: Reading | None = None, running: Running | None = None, *,
-    dp: int | None = None, tp: int | None = None, max_shard_size: str | None = None, progress: OnProgress | None = None,
-) -> Document:  # fmt: skip
+    src: Path | str,
+    dst: Path | str,
+    reading: Reading | None = None,
+    running: Running | None = None,
+    *,
+    dp: int | None = None,
+    tp: int | None = None,
+    max_shard_size: str | None = None,
+    progress: OnProgress | None = None,
+) -> Document:
     """Write src in its own format under another layout at dst (schema ckptctl.reshard/1). What no flag changes is kept.
 
     Unsupported for formats without a layout to change; otherwise as convert.
@@ -206,9 +216,12 @@ def _run(
     document["fidelity"] = [{"part": line.part, "fate": line.fate, "detail": line.detail} for line in planned.lines]
     spent = planned.account
     document["source_bytes"] = {
-        "total": spent.total_nbytes, "used": spent.used_nbytes, "dropped": dict(spent.dropped_nbytes), "gaps": spent.gap_nbytes,
+        "total": spent.total_nbytes,
+        "used": spent.used_nbytes,
+        "dropped": dict(spent.dropped_nbytes),
+        "gaps": spent.gap_nbytes,
         "gap_reason": planned.content.source.gap_reason,
-    }  # fmt: skip
+    }
     document["warnings"] = list(planned.content.source.warnings)
     document["plan"] = _plan_summary(planned, budget)
     if running.plan_out is not None:
@@ -226,18 +239,30 @@ def _plan_summary(planned: Planned, budget: Budget) -> Document:
     totals = planned.totals
     need, free = space(planned.job)
     return {
-        "files": len(planned.plan.files), "extents": totals.extents, "read_bytes": totals.read_nbytes, "written_bytes": totals.written_nbytes,
-        "copies": totals.moves, "strided_copies": totals.strided, "shortest_run_bytes": totals.shortest_run, "casts": dict(totals.casts),
-        "reread_factor": round(reread(planned.job, budget), 3), "index_memory_bytes": planned.plan.index.nbytes,
-        "memory_bytes": budget.memory_nbytes, "space_needed_bytes": need, "space_free_bytes": free,
-    }  # fmt: skip
+        "files": len(planned.plan.files),
+        "extents": totals.extents,
+        "read_bytes": totals.read_nbytes,
+        "written_bytes": totals.written_nbytes,
+        "copies": totals.moves,
+        "strided_copies": totals.strided,
+        "shortest_run_bytes": totals.shortest_run,
+        "casts": dict(totals.casts),
+        "reread_factor": round(reread(planned.job, budget), 3),
+        "index_memory_bytes": planned.plan.index.nbytes,
+        "memory_bytes": budget.memory_nbytes,
+        "space_needed_bytes": need,
+        "space_free_bytes": free,
+    }
 
 
 def _result(outcome: Outcome) -> Document:
     return {
-        "seconds": round(outcome.seconds, 3), "written_bytes": outcome.written_nbytes, "read_bytes": outcome.read_nbytes,
-        "resumed_bytes": outcome.resumed_nbytes, "version": __version__,
-    }  # fmt: skip
+        "seconds": round(outcome.seconds, 3),
+        "written_bytes": outcome.written_nbytes,
+        "read_bytes": outcome.read_nbytes,
+        "resumed_bytes": outcome.resumed_nbytes,
+        "version": __version__,
+    }
 
 
 def _write_plan(path: Path, plan: Plan) -> None:

@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state, part_of
-from ckptctl.core.tensor import Key, Tensor
 from ckptctl.core.values import Array, Record, Tree
 from ckptctl.operations.opening import Reading, open_checkpoint, require_tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptctl.core.tensor import Key, Tensor
 
 Document = dict[str, Any]
 AXES = ("tp", "pp", "vpp", "ep", "dp", "zero_stage", "world_size")
 
 
 def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool = False) -> Document:
-    """What a checkpoint holds (schema ckptctl.inspect/1). Reads headers only; a global that would run code is reported, not an error."""
+    """What a checkpoint holds (schema ckptctl.inspect/1). Reads headers only.
+
+    A global that would run code is reported, not an error.
+    """
     checkpoint, evidence = open_checkpoint(path, reading)
     if not checkpoint.unsafe:
         require_tensors(checkpoint)
     resumable, why = _resumable(checkpoint)
     document: Document = {
-        "schema": "ckptctl.inspect/1", "path": checkpoint.root, "format": checkpoint.format, "variant": checkpoint.variant, "recognised": evidence.why,
-        "layout": {axis: checkpoint.layout.get(axis) for axis in AXES}, "step": checkpoint.step, "family": checkpoint.facts.family,
-        "kinds": _kinds(checkpoint), "state": _state(checkpoint), "groups": _groups(checkpoint), "ties": dict(checkpoint.ties), "frozen": _frozen(checkpoint),
-        "resumable": resumable, "why": why, "quantized": checkpoint.quantized, "config": checkpoint.facts.origin,
-        "unsafe": [{"file": u.file, "global": u.name, "why": u.why} for u in checkpoint.unsafe], "unknown_globals": list(checkpoint.unknown_globals),
-        "unsupported": [{"what": w, "why": y} for w, y in checkpoint.unsupported], "warnings": list(checkpoint.warnings),
+        "schema": "ckptctl.inspect/1",
+        "path": checkpoint.root,
+        "format": checkpoint.format,
+        "variant": checkpoint.variant,
+        "recognised": evidence.why,
+        "layout": {axis: checkpoint.layout.get(axis) for axis in AXES},
+        "step": checkpoint.step,
+        "family": checkpoint.facts.family,
+        "kinds": _kinds(checkpoint),
+        "state": _state(checkpoint),
+        "groups": _groups(checkpoint),
+        "ties": dict(checkpoint.ties),
+        "frozen": _frozen(checkpoint),
+        "resumable": resumable,
+        "why": why,
+        "quantized": checkpoint.quantized,
+        "config": checkpoint.facts.origin,
+        "unsafe": [{"file": u.file, "global": u.name, "why": u.why} for u in checkpoint.unsafe],
+        "unknown_globals": list(checkpoint.unknown_globals),
+        "unsupported": [{"what": w, "why": y} for w, y in checkpoint.unsupported],
+        "warnings": list(checkpoint.warnings),
         "files": [{"path": f.path, "bytes": f.nbytes, "role": f.role} for f in checkpoint.files],
-    }  # fmt: skip
+    }
     if tensors:
         document["tensors"] = [described(k, t) for k, t in checkpoint.tensors.items()]
     return document
@@ -97,9 +118,13 @@ def _state(checkpoint: Checkpoint) -> dict[str, str]:
         return "absent" if not names else "present" if names >= weights else "partial"
 
     return {
-        "weights": share(weights), "masters": share(by_kind.get("master", set())), "moments": share(moments), "steps": share(steps),
-        "groups": "present" if groups else "absent", **{p: "present" if p in parts else "absent" for p in ("scheduler", "rng", "counters")},
-    }  # fmt: skip
+        "weights": share(weights),
+        "masters": share(by_kind.get("master", set())),
+        "moments": share(moments),
+        "steps": share(steps),
+        "groups": "present" if groups else "absent",
+        **{p: "present" if p in parts else "absent" for p in ("scheduler", "rng", "counters")},
+    }
 
 
 def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:

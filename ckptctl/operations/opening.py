@@ -110,7 +110,10 @@ def steps_of(path: Path) -> dict[int, Path]:
 
 
 def step_folder(path: Path, wanted: str | None) -> Path:
-    """The folder of one step of a run: the one asked for, or the newest that is complete; path itself where it is no run's folder."""
+    """The folder of one step of a run: the one asked for, or the newest that is complete.
+
+    Path itself where it is no run's folder.
+    """
     if (path / ".metadata").exists() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         if wanted not in (None, "latest"):
             raise Usage(f"--step {wanted}: {path} is one checkpoint, not a run's folder")
@@ -137,14 +140,20 @@ def step_folder(path: Path, wanted: str | None) -> Path:
 
 
 def require_safe(checkpoint: Checkpoint) -> None:
-    """Unsafe where a pickle of the source names something that would run code: nothing that needs its values goes on."""
+    """Unsafe where a pickle of the source names something that would run code.
+
+    Nothing that needs its values goes on.
+    """
     if checkpoint.unsafe:
         first = checkpoint.unsafe[0]
         more = f" (and {len(checkpoint.unsafe) - 1} more)" if len(checkpoint.unsafe) > 1 else ""
         raise Unsafe(
-            f"a pickle names {first.name}, which would run code{more}", where=first.file, why=first.why,
-            fix="nothing was run; do not load this checkpoint elsewhere, and ask who made it", code="pickle-calls-code",
-        )  # fmt: skip
+            f"a pickle names {first.name}, which would run code{more}",
+            where=first.file,
+            why=first.why,
+            fix="nothing was run; do not load this checkpoint elsewhere, and ask who made it",
+            code="pickle-calls-code",
+        )
 
 
 def require_tensors(checkpoint: Checkpoint) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptctl.core.checkpoint import Checkpoint
 from ckptctl.core.errors import Unrecognised, Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import Key, Tensor
@@ -19,13 +17,21 @@ from ckptctl.operations.inspecting import plain
 from ckptctl.operations.opening import Reading, open_checkpoint, require_safe
 from ckptctl.operations.tensors import TensorReader, typed
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptctl.core.checkpoint import Checkpoint
+
 SHOWN_ELEMENTS = 1000
 """How many elements are printed whole; more are shortened, as NumPy does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A basic NumPy index as a box and a step: lo and size cover it, steps pick inside, axes of integers are dropped."""
+    """A basic NumPy index as a box and a step.
+
+    Lo and size cover it, steps pick inside, axes of integers are dropped.
+    """
 
     lo: tuple[int, ...]
     size: tuple[int, ...]
@@ -91,9 +97,16 @@ def parse_index(text: str) -> object:
 
 
 def show(
-    path: Path | str, name: str, reading: Reading | None = None, *,
-    kind: str = "weight", selection: str = "", stats: bool = False, npy: Path | str | None = None, memory: str = "512MiB",
-) -> dict[str, Any]:  # fmt: skip
+    path: Path | str,
+    name: str,
+    reading: Reading | None = None,
+    *,
+    kind: str = "weight",
+    selection: str = "",
+    stats: bool = False,
+    npy: Path | str | None = None,
+    memory: str = "512MiB",
+) -> dict[str, Any]:
     """One tensor (schema ckptctl.show/1): its values, or with stats its statistics; or the value of that name."""
     checkpoint, _ = open_checkpoint(path, reading)
     require_safe(checkpoint)
@@ -157,7 +170,10 @@ def _chosen(reader: TensorReader, key: Key, selection: str, budget: int) -> npt.
 
 
 def _printed(reader: TensorReader, key: Key, tensor: Tensor, selection: str, budget: int) -> dict[str, Any]:
-    """Text as NumPy prints it, and the values themselves where there are few. A large tensor is read at its corners only."""
+    """Text as NumPy prints it, and the values themselves where there are few.
+
+    A large tensor is read at its corners only.
+    """
     if not selection and tensor.numel > SHOWN_ELEMENTS:
         edge = tuple(slice(0, min(n, 8)) for n in tensor.shape)
         array = selected(reader, key, edge)
@@ -202,9 +218,15 @@ def _statistics_of(chunks: Any) -> dict[str, Any]:
             squares += float((finite * finite).sum())
     good = count - nan - inf
     return {
-        "elements": count, "min": low if good else None, "max": high if good else None, "mean": total / good if good else None,
-        "norm": math.sqrt(squares), "nan": nan, "inf": inf, "zero": zero,
-    }  # fmt: skip
+        "elements": count,
+        "min": low if good else None,
+        "max": high if good else None,
+        "mean": total / good if good else None,
+        "norm": math.sqrt(squares),
+        "nan": nan,
+        "inf": inf,
+        "zero": zero,
+    }
 
 
 def _value(checkpoint: Checkpoint, name: str) -> tuple[Any] | None:

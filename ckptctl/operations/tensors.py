@@ -1,24 +1,30 @@
-"""Reading tensor values: any box of any tensor, whatever pieces hold it, by the planner and the executor's own reading."""
+"""Reading tensor values.
+
+Any box of any tensor, whatever pieces hold it, by the planner and the executor's own reading.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptctl.core.checkpoint import Checkpoint
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.output import Region
-from ckptctl.core.tensor import Key, Tensor
 from ckptctl.core.values import Array, Tree
 from ckptctl.execute.reader import Reader
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.core.tensor import Key, Tensor
 
 CHUNK_NBYTES = 8 << 20
 Bytes = npt.NDArray[np.uint8]

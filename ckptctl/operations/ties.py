@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckptctl.core.errors import Damaged
-from ckptctl.core.tensor import Key
-from ckptctl.execute import Budget
-from ckptctl.formats.target import Content
 from ckptctl.names import head_and_embedding
 from ckptctl.operations.tensors import TensorReader
-from ckptctl.plan.index import SourceIndex
+
+if TYPE_CHECKING:
+    from ckptctl.core.tensor import Key
+    from ckptctl.execute import Budget
+    from ckptctl.formats.target import Content
+    from ckptctl.plan.index import SourceIndex
 
 
 def require_equal_copies(content: Content, index: SourceIndex, budget: Budget) -> None:
@@ -35,6 +39,9 @@ def _compare(reader: TensorReader, a: Key, b: Key, origin: str) -> None:
                 break
     if why:
         raise Damaged(
-            f"{a.name} and {b.name} are tied by the config, and differ", where=origin, why=why,
-            fix="correct tie_word_embeddings in the config (--model-config), or leave one out with --exclude", code="tied-tensors-differ",
-        )  # fmt: skip
+            f"{a.name} and {b.name} are tied by the config, and differ",
+            where=origin,
+            why=why,
+            fix="correct tie_word_embeddings in the config (--model-config), or leave one out with --exclude",
+            code="tied-tensors-differ",
+        )

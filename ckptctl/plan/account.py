@@ -1,19 +1,23 @@
 """Where every byte of the source goes: used, dropped with its kind, or a gap (headers, pickles, padding). Pure.
 
-Used bytes are the union of the pieces' stretches, so that tensors that share a storage count once. Tensors that are dropped
+Used bytes are the union of the pieces' stretches, so that tensors that share a storage count once. Tensors that are
+dropped
 are counted by shape: their pieces need not be located for that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptctl.core.tensor import Ints, Key, PieceTable, Source, Tensor
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ckptctl.core.tensor import Ints, Key, PieceTable, Source, Tensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,10 @@ def account(
     used: Iterable[Key],
     aliases: Iterable[str] = (),
 ) -> Account:
-    """The account of files with these sizes, by path. aliases are names whose bytes are another tensor's: not counted when dropped."""
+    """The account of files with these sizes, by path. aliases are names whose bytes are another tensor's.
+
+    Not counted when dropped.
+    """
     taken = set(used)
     spans: dict[str, list[tuple[Ints, Ints]]] = {}
     members: dict[int, int] = {}
@@ -57,7 +64,10 @@ def account(
 
 
 def _spans(table: PieceTable, rows: npt.NDArray[np.intp]) -> tuple[Ints, Ints]:
-    """First byte and one past the last of each row; rows with gaps between their elements count whole, those without elements not."""
+    """First byte and one past the last of each row.
+
+    Rows with gaps between their elements count whole, those without elements not.
+    """
     size, start = table.size[rows], table.start[rows]
     if not table.view:
         return start, start + table.itemsize

@@ -107,9 +107,11 @@ def require_whole(index: SourceIndex, keys: Iterable[Key]) -> None:
         why = tiles(index.tensors[key], index.tables(key))
         if why:
             raise Damaged(
-                f"{key.name} ({key.kind}) is not whole", why=why, code="tensor-incomplete",
+                f"{key.name} ({key.kind}) is not whole",
+                why=why,
+                code="tensor-incomplete",
                 fix="copy the missing files of the checkpoint; a save that was interrupted cannot be completed",
-            )  # fmt: skip
+            )
 
 
 @dataclass

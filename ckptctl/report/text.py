@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.errors import CkptError
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptctl.core.errors import CkptError
 
 Document = dict[str, Any]
 
@@ -82,12 +84,16 @@ def inspect(d: Document, verbose: bool = False) -> None:
     layout = ", ".join(f"{k} {v}" for k, v in d["layout"].items() if v)
     _pairs(
         [
-            ("format", d["format"] + (f" ({d['variant']})" if d["variant"] else "")), ("recognised", d["recognised"]), ("path", d["path"]),
-            ("layout", layout or "one place"), ("step", "-" if d["step"] is None else d["step"]), ("model", d["family"] or "not said (no config)"),
+            ("format", d["format"] + (f" ({d['variant']})" if d["variant"] else "")),
+            ("recognised", d["recognised"]),
+            ("path", d["path"]),
+            ("layout", layout or "one place"),
+            ("step", "-" if d["step"] is None else d["step"]),
+            ("model", d["family"] or "not said (no config)"),
             ("size", f"{nbytes(sum(f['bytes'] for f in d['files']))} in {len(d['files'])} files"),
             ("resumable", ("yes" if d["resumable"] else "no") + f": {d['why']}"),
         ]
-    )  # fmt: skip
+    )
     sys.stdout.write("\n")
     rows = [
         (k, v["tensors"], f"{v['numel']:,}", nbytes(v["bytes"]), ", ".join(v["dtypes"])) for k, v in d["kinds"].items()
@@ -178,12 +184,25 @@ def convert(d: Document, verbose: bool = False) -> None:
         _pairs(
             [
                 ("would read" if d["dry_run"] else "read", nbytes(plan["read_bytes"])),
-                ("would write" if d["dry_run"] else "wrote", f"{nbytes(plan['written_bytes'])} in {plan['files']} files"),
-                ("copies", f"{plan['copies']:,} ({plan['strided_copies']:,} strided; shortest run {plan['shortest_run_bytes']} bytes; source read {plan['reread_factor']} times)"),
-                ("source", _source_bytes(d["source_bytes"])), ("casts", casts), ("memory", f"at most {nbytes(plan['memory_bytes'])} for data; index {nbytes(plan['index_memory_bytes'])}"),
+                (
+                    "would write" if d["dry_run"] else "wrote",
+                    f"{nbytes(plan['written_bytes'])} in {plan['files']} files",
+                ),
+                (
+                    "copies",
+                    f"{plan['copies']:,} ({plan['strided_copies']:,} strided; "
+                    f"shortest run {plan['shortest_run_bytes']} bytes; "
+                    f"source read {plan['reread_factor']} times)",
+                ),
+                ("source", _source_bytes(d["source_bytes"])),
+                ("casts", casts),
+                (
+                    "memory",
+                    f"at most {nbytes(plan['memory_bytes'])} for data; index {nbytes(plan['index_memory_bytes'])}",
+                ),
                 ("disk", f"{nbytes(plan['space_needed_bytes'])} needed, {nbytes(plan['space_free_bytes'])} free"),
             ]
-        )  # fmt: skip
+        )
     if d["dry_run"]:
         sys.stdout.write("nothing was written (--dry-run)\n")
         return
@@ -191,13 +210,15 @@ def convert(d: Document, verbose: bool = False) -> None:
     rate = result["written_bytes"] / max(result["seconds"], 1e-9)
     resumed = f", {nbytes(result['resumed_bytes'])} of it before" if result["resumed_bytes"] else ""
     sys.stdout.write(
-        f"wrote {nbytes(plan['written_bytes'])}{resumed} to {d['target']['path']} in {result['seconds']:.1f} s ({nbytes(int(rate))}/s)\n"
+        f"wrote {nbytes(plan['written_bytes'])}{resumed} to {d['target']['path']} "
+        f"in {result['seconds']:.1f} s ({nbytes(int(rate))}/s)\n"
     )
 
 
 def _source_bytes(spent: Document) -> str:
     dropped = ", ".join(f"{nbytes(n)} {kind}" for kind, n in spent["dropped"].items()) or "nothing"
-    return f"{nbytes(spent['total'])}: {nbytes(spent['used'])} used, dropped {dropped}, {nbytes(spent['gaps'])} {spent['gap_reason']}"
+    gaps = f"{nbytes(spent['gaps'])} {spent['gap_reason']}"
+    return f"{nbytes(spent['total'])}: {nbytes(spent['used'])} used, dropped {dropped}, {gaps}"
 
 
 def diff(d: Document, verbose: bool = False) -> None:

@@ -1,1 +1,4 @@
-"""PyTorch's distributed checkpoints (torch.distributed.checkpoint): a `.metadata` index and `.distcp` files of items."""
+"""PyTorch's distributed checkpoints (torch.distributed.checkpoint).
+
+A `.metadata` index and `.distcp` files of items.
+"""

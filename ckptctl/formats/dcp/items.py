@@ -1,6 +1,7 @@
 """Items of `.distcp` files: where a tensor item's data lie, and what a byte item holds. Reads the heads of items only.
 
-An item is a complete torch.save archive at any byte of its file, perhaps inside a zstd frame. Its data offset depends on the length of its
+An item is a complete torch.save archive at any byte of its file, perhaps inside a zstd frame. Its data offset depends
+on the length of its
 pickle, so the head of every chunk that is needed is read; equal pickles, of which there are few, are parsed once.
 """
 
@@ -8,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,16 @@ from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 from ckptctl.core.tensor import PieceTable, dense_strides
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.bytesource import FileBytes, HeldBytes
-from ckptctl.formats.dcp.metadata import ByteItem, Chunks
 from ckptctl.formats.pickles.build import load
 from ckptctl.formats.torchfile.read import CALLS, TorchFile, open_torch
 from ckptctl.formats.torchfile.rebuild import Storages
 from ckptctl.formats.torchtensor import map_leaves, read_array
 from ckptctl.formats.zipdir import first_records
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptctl.formats.dcp.metadata import ByteItem, Chunks
 
 HEAD_NBYTES = 4096
 """What is read of an item's front at first; torch 2.13 puts the data of most items at byte 704."""
@@ -35,7 +39,10 @@ _OPEN_FILES = 64
 
 
 class DataFiles:
-    """The `.distcp` files of a folder, opened when needed and at most a few at once. Sizes are checked against the index once."""
+    """The `.distcp` files of a folder, opened when needed and at most a few at once.
+
+    Sizes are checked against the index once.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder, self.names = folder, names
@@ -223,7 +230,10 @@ class LazyTable(Sequence[PieceTable]):
         return PieceTable(c.shape, item, c.lo, c.size, self.numbers, start, None if dense else strides)
 
     def _agrees(self, ref: TensorRef, size: tuple[int, ...], row: int, at: int, item: int) -> None:
-        """The item must be what the index says: torch's own loader does not look, and would cast or leave a hole in silence."""
+        """The item must be what the index says.
+
+        Torch's own loader does not look, and would cast or leave a hole in silence.
+        """
         c = self.chunks
         where = f"{self.heads.files.names[int(c.file[row])]}, item at byte {int(c.offset[row])}"
         if ref.dtype.name != c.dtype.name or ref.shape != size:

@@ -1,15 +1,17 @@
-"""`.metadata`: which tensors there are, how they are cut, and where each chunk's item lies. Reads that one pickle; opens no data file.
+"""`.metadata`: which tensors there are, how they are cut, and where each chunk's item lies. Reads that one pickle.
 
-Source: torch 2.13.0, distributed/checkpoint/metadata.py (Metadata, TensorStorageMetadata, MetadataIndex), filesystem.py (_StorageInfo). Older
+Opens no data file.
+
+Source: torch 2.13.0, distributed/checkpoint/metadata.py (Metadata, TensorStorageMetadata, MetadataIndex), filesystem.py
+(_StorageInfo). Older
 releases pickle TensorProperties from distributed/_shard/sharded_tensor/metadata.py; absent fields are optional.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +19,14 @@ import numpy.typing as npt
 from ckptctl.core.checkpoint import PathKey, UnsafeGlobal
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import Damaged, Unsafe, Unsupported
-from ckptctl.core.tensor import Ints
 from ckptctl.core.values import Global, Record, Tree
-from ckptctl.formats.bytesource import ByteSource
 from ckptctl.formats.pickles.build import load
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptctl.core.tensor import Ints
+    from ckptctl.formats.bytesource import ByteSource
 
 NAME = ".metadata"
 _META = "torch.distributed.checkpoint.metadata."
@@ -32,7 +38,10 @@ _METADATA_LIMIT = 1 << 32
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chunks:
-    """One tensor of the index: its chunks as columns. offset and length are those of each chunk's item in file number file."""
+    """One tensor of the index: its chunks as columns.
+
+    Offset and length are those of each chunk's item in file number file.
+    """
 
     name: str
     dtype: DType
@@ -58,7 +67,10 @@ class ByteItem:
 
 @dataclass
 class Index:
-    """All of `.metadata`. items are in the order of the file; paths gives the place in the nested state of each name."""
+    """All of `.metadata`. items are in the order of the file.
+
+    Paths gives the place in the nested state of each name.
+    """
 
     items: dict[str, Chunks | ByteItem] = field(default_factory=dict)
     paths: dict[str, tuple[PathKey, ...]] = field(default_factory=dict)
@@ -94,7 +106,10 @@ KNOWN = {
 
 
 def read_index(reader: ByteSource) -> Index:
-    """The index of a folder. Damaged where a chunk has no item, a name leads outside the folder, or numbers make no sense."""
+    """The index of a folder.
+
+    Damaged where a chunk has no item, a name leads outside the folder, or numbers make no sense.
+    """
     if reader.nbytes > _METADATA_LIMIT:
         raise Damaged(
             f"the metadata has {reader.nbytes} bytes, more than {_METADATA_LIMIT}",

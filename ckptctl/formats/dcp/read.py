@@ -1,11 +1,14 @@
-"""Reads a DCP folder: FSDP2, HSDP, FSDP with TP, one process, compressed or not. Reads `.metadata`, byte items and heads of items; no tensor data."""
+"""Reads a DCP folder: FSDP2, HSDP, FSDP with TP, one process, compressed or not.
+
+Reads `.metadata`, byte items and heads of items; no tensor data.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +33,9 @@ from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, read_index
 from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, find, named_states, number, plain
 from ckptctl.formats.torchtensor import VALUE_LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 _RANK_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
 
@@ -67,11 +73,24 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         else Facts()
     )
     return Checkpoint(
-        "dcp", "zstd" if any(c.codec for c in folder.index.items.values()) else "", str(path), tuple(folder.sources), folder.tensors, optimizer, rest, found.model_values,
-        facts=facts, layout={"world_size": folder.world_size()}, step=folder.step(rest, found), files=folder.sizes(), entries=folder.entries(),
-        unsafe=tuple(folder.unsafe), unknown_globals=tuple(sorted(folder.unknown)), warnings=tuple(folder.index.warnings),
+        "dcp",
+        "zstd" if any(c.codec for c in folder.index.items.values()) else "",
+        str(path),
+        tuple(folder.sources),
+        folder.tensors,
+        optimizer,
+        rest,
+        found.model_values,
+        facts=facts,
+        layout={"world_size": folder.world_size()},
+        step=folder.step(rest, found),
+        files=folder.sizes(),
+        entries=folder.entries(),
+        unsafe=tuple(folder.unsafe),
+        unknown_globals=tuple(sorted(folder.unknown)),
+        warnings=tuple(folder.index.warnings),
         gap_reason="archives' headers, pickles and directories; byte items",
-    )  # fmt: skip
+    )
 
 
 class _Folder:
@@ -148,7 +167,10 @@ class _Folder:
         return Optimizer(optimizer.groups, scalars, optimizer.order_known, optimizer.keyed, optimizer.options)
 
     def value(self, name: str, tree: Tree) -> Tree:
-        """A value with the small tensors inside it read; larger ones become tensors of kind other, and Held in the tree."""
+        """A value with the small tensors inside it read.
+
+        Larger ones become tensors of kind other, and Held in the tree.
+        """
         if isinstance(tree, Leaf):
             if tree.dtype.nbytes(tree.shape) > VALUE_LIMIT:
                 self.add(Key(name, "other"), tree)
@@ -214,9 +236,12 @@ class _Folder:
 
 
 def without_paths(names: Iterable[str]) -> dict[str, tuple[PathKey, ...]]:
-    """Paths for an index that has none (planner_data absent): cut after a model's or an optimizer's usual key, where every name has one.
+    """Paths for an index that has none (planner_data absent).
 
-    A name cannot be cut at its other dots: parameters have dots of their own. Where one name has no such key, all stand by themselves.
+    Cut after a model's or an optimizer's usual key, where every name has one.
+
+    A name cannot be cut at its other dots: parameters have dots of their own. Where one name has no such key, all stand
+    by themselves.
     """
     out: dict[str, tuple[PathKey, ...]] = {}
     for name in names:
@@ -229,7 +254,8 @@ def without_paths(names: Iterable[str]) -> dict[str, tuple[PathKey, ...]]:
             return {}
     optimizers = {p[0] for p in out.values() if p[0] in OPTIMIZER_KEYS}
     models = {p[0] for p in out.values() if p[0] in MODEL_KEYS}
-    # `model.` alone may as well be the first word of every parameter's name: without an optimizer beside it, it is left there.
+    # `model.` alone may as well be the first word of every parameter's name: without an optimizer beside it, it is left
+    # there.
     return out if optimizers and len(models) <= 1 else {}
 
 

@@ -1,7 +1,11 @@
-"""A DCP folder as output files: `__R_0.distcp` for each rank, cut as FSDP2 cuts, and `.metadata`. Nothing is written here.
+"""A DCP folder as output files: `__R_0.distcp` for each rank, cut as FSDP2 cuts, and `.metadata`.
 
-Convert gives what torch's own get_state_dict names: `model.<fqn>`, `optim.state.<fqn>.<kind>`, `optim.param_groups.<i>.<option>`; reshard keeps
-the source's names and paths. Source: torch 2.13.0, distributed/checkpoint/state_dict.py, default_planner.py, filesystem.py.
+Nothing is written here.
+
+Convert gives what torch's own get_state_dict names: `model.<fqn>`, `optim.state.<fqn>.<kind>`,
+`optim.param_groups.<i>.<option>`; reshard keeps
+the source's names and paths. Source: torch 2.13.0, distributed/checkpoint/state_dict.py, default_planner.py,
+filesystem.py.
 """
 
 from __future__ import annotations
@@ -9,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import Entry, Optimizer, PathKey
-from ckptctl.core.dtype import DType
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.output import OutputFile, Put, Region, Segment
 from ckptctl.core.values import Array, Global, Held, Record, Tree
@@ -20,6 +24,9 @@ from ckptctl.formats.pickles.emit import dump
 from ckptctl.formats.pickles.nodes import NumpyArray, SizeTuple
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 from ckptctl.formats.torch.write import TorchTree, merged_states
+
+if TYPE_CHECKING:
+    from ckptctl.core.dtype import DType
 
 _META = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
@@ -120,7 +127,9 @@ def _own(content: Content) -> Iterator[Named]:
 
 
 def _flattened(path: tuple[PathKey, ...], value: Tree, held: Mapping[tuple[str, str], Item]) -> Iterator[Named]:
-    """A value as items: dicts always go down; lists where they hold a tensor, a dict or such a list; the rest is one item.
+    """A value as items: dicts always go down; lists where they hold a tensor, a dict or such a list.
+
+    The rest is one item.
 
     Source: torch 2.13.0, distributed/checkpoint/_traverse.py, traverse_state_dict.
     """
@@ -150,7 +159,8 @@ def _numbered(path: str, value: Tree) -> Iterator[str]:
 
 def _goes_down(values: Sequence[Tree]) -> bool:
     return any(
-        isinstance(v, (dict, Array, Held)) and not isinstance(v, NumpyArray) or (isinstance(v, list) and _goes_down(v))
+        (isinstance(v, (dict, Array, Held)) and not isinstance(v, NumpyArray))
+        or (isinstance(v, list) and _goes_down(v))
         for v in values
     )
 

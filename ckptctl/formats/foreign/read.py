@@ -1,16 +1,21 @@
-"""Names what lies at a path when it is a framework's folder that this version does not read, so that the message says so.
+"""Names what lies at a path when it is of a framework that this version does not read.
 
-Reads names of files only. Without this, a Trainer folder would pass for a Hugging Face one, and its optimizer would be lost in silence.
+Reads names of files only. Without this, a Trainer folder would pass for a Hugging Face one, and its optimizer would be
+lost in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import Checkpoint
 from ckptctl.core.errors import Unsupported
-from ckptctl.formats import Evidence, Hints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.formats import Evidence, Hints
 
 
 def _any(folder: Path, *patterns: str) -> str:

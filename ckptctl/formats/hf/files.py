@@ -33,12 +33,30 @@ _STANDARD = re.compile(
     r"|pytorch_model(?:\.(?P<c>[^/]+?))?\.bin|pytorch_model\.bin\.index(?:\.(?P<d>[^/]+))?\.json)"
 )
 _CARRIED = (
-    "tokenizer.*", "tokenizer_*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja",
-    "generation_config.json", "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
-    "video_preprocessor_config.json", "feature_extractor_config.json", "*.py", "README.md", "LICENSE*", "NOTICE*",
-    "USE_POLICY*", ".gitattributes",
-)  # fmt: skip
+    "tokenizer.*",
+    "tokenizer_*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+    "chat_template.*",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+    "*.py",
+    "README.md",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+    ".gitattributes",
+)
 _NOT_CARRIED = ("zero_to_fp32.py",)
 _BLOCK = 1 << 22
 

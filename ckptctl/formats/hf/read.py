@@ -1,9 +1,12 @@
-"""Reads Hugging Face folders and single safetensors files: safetensors and `.bin`, whole, numbered, or with an index. Headers only."""
+"""Reads Hugging Face folders and single safetensors files.
+
+Safetensors and `.bin`, whole, numbered, or with an index. Headers only.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import Checkpoint, Facts, File, UnsafeGlobal
 from ckptctl.core.dtype import packed
@@ -20,11 +23,14 @@ from ckptctl.formats.state import find
 from ckptctl.formats.torchfile.read import open_torch
 from ckptctl.formats.torchtensor import aliases, tensor_of
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 INDEX_ENDINGS = (".safetensors.index.json", ".bin.index.json")
 
 
 def detect(path: Path) -> Evidence | None:
-    """A safetensors file, or a folder with weights under the names that Transformers looks for (or numbered, or any safetensors)."""
+    """A safetensors file, or a folder with weights by Transformers' names, numbered, or any safetensors."""
     if path.is_file():
         if path.suffix == ".safetensors":
             return Evidence("hf", "its name ends with .safetensors", path)
@@ -114,10 +120,23 @@ def _checkpoint(out: _Reading, path: Path, variant: str, folder: HfFolder | None
         packed_by = quantization(config)
         method = packed_by.method or "unknown method" if packed_by else ""
     return Checkpoint(
-        "hf", variant, str(path), tuple(out.sources), out.tensors, ties=out.ties, facts=facts, files=tuple(out.files),
-        extras=folder.carried if folder is not None else (), metadata=out.metadata, unsafe=tuple(out.unsafe), unknown_globals=tuple(sorted(out.unknown)),
-        unsupported=tuple(out.unsupported), warnings=tuple(out.warnings), quantized=method, gap_reason="headers",
-    )  # fmt: skip
+        "hf",
+        variant,
+        str(path),
+        tuple(out.sources),
+        out.tensors,
+        ties=out.ties,
+        facts=facts,
+        files=tuple(out.files),
+        extras=folder.carried if folder is not None else (),
+        metadata=out.metadata,
+        unsafe=tuple(out.unsafe),
+        unknown_globals=tuple(sorted(out.unknown)),
+        unsupported=tuple(out.unsupported),
+        warnings=tuple(out.warnings),
+        quantized=method,
+        gap_reason="headers",
+    )
 
 
 def _read_safetensors(out: _Reading, name: str, source: str) -> None:

@@ -1,4 +1,7 @@
-"""A Hugging Face folder as output files: safetensors, index, config.json and what belongs beside them. Nothing is written here."""
+"""A Hugging Face folder as output files: safetensors, index, config.json and what belongs beside them.
+
+Nothing is written here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 
 
 def write(content: Content, choices: Choices) -> Written:
-    """The folder that from_pretrained loads: one safetensors file or numbered ones with an index, and config.json where there is one."""
+    """The folder that from_pretrained loads.
+
+    One safetensors file or numbered ones with an index, and config.json where there is one.
+    """
     weights = {n: i for n, i in content.weights.items() if n not in content.collapsed}
     for name, item in weights.items():
         _name(name)
@@ -123,9 +129,12 @@ def _fits(content: Content, weights: dict[str, Item]) -> None:
         for field, said, has in (("vocab_size", vocab, item.shape[0]), ("hidden_size", hidden, item.shape[1])):
             if isinstance(said, int) and said != has:
                 raise Unsupported(
-                    f"the config's {field} is {said}, but {name} has {has}", where=origin,
-                    why="a folder with both would not load", fix="give this model's own config with --model-config", code="shape-differs-from-config",
-                )  # fmt: skip
+                    f"the config's {field} is {said}, but {name} has {has}",
+                    where=origin,
+                    why="a folder with both would not load",
+                    fix="give this model's own config with --model-config",
+                    code="shape-differs-from-config",
+                )
 
 
 class _Extras:

@@ -453,6 +453,11 @@ def _old_text(data: bytes) -> Tree:
 
 
 _COUNTED_BYTES: dict[int, Callable[[bytes], Tree]] = {
-    0x42: bytes, 0x43: bytes, 0x8E: bytes, 0x96: bytearray,
-    0x8D: lambda data: str(data, "utf-8", "surrogatepass"), 0x54: _old_text, 0x55: _old_text,
-}  # fmt: skip
+    0x42: bytes,
+    0x43: bytes,
+    0x8E: bytes,
+    0x96: bytearray,
+    0x8D: lambda data: str(data, "utf-8", "surrogatepass"),
+    0x54: _old_text,
+    0x55: _old_text,
+}

@@ -79,12 +79,23 @@ class _Writer:
         self.open: dict[int, int] = {}
         self.dtypes: dict[str, Record] = {}
         self.writers: dict[type, Callable[[Any], Steps]] = {
-            tuple: self._tuple, list: self._list, dict: self._dict, OrderedPairs: self._ordered, SizeTuple: self._size,
-            set: self._set, frozenset: self._set, bytes: self._bytes, bytearray: self._bytearray,
+            tuple: self._tuple,
+            list: self._list,
+            dict: self._dict,
+            OrderedPairs: self._ordered,
+            SizeTuple: self._size,
+            set: self._set,
+            frozenset: self._set,
+            bytes: self._bytes,
+            bytearray: self._bytearray,
             complex: self._complex,
-            Global: self._nested_global, Record: self._record, TensorRef: self._tensor, Storage: self._storage,
-            PersistentId: self._persistent_id, NumpyArray: self._numpy,
-        }  # fmt: skip
+            Global: self._nested_global,
+            Record: self._record,
+            TensorRef: self._tensor,
+            Storage: self._storage,
+            PersistentId: self._persistent_id,
+            NumpyArray: self._numpy,
+        }
 
     def run(self, tree: Tree) -> bytes:
         steps = [s] if (s := self.begin(tree)) else []

@@ -1,11 +1,14 @@
-"""Reads a file of torch.save: weights, optimizer, scheduler, random state, whatever the dict holds. No tensor data is read.
+"""Reads a file of torch.save: weights, optimizer, scheduler, random state, whatever the dict holds.
 
-Shapes taken: a state dict; `{model|state_dict|..., optimizer|optim|..., ...}`, also one level deeper under one key (`app`).
+No tensor data is read.
+
+Shapes taken: a state dict; `{model|state_dict|..., optimizer|optim|..., ...}`, also one level deeper under one key
+(`app`).
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Facts, File, Group, Optimizer, UnsafeGlobal
 from ckptctl.core.errors import CkptError, Unsupported
@@ -16,6 +19,9 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.state import Found, find, named_states, number, plain
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import aliases, read_array, tensor_of, value_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PICKLE_STARTS = (b"\x80", b"PK\x03\x04")
 LIGHTNING = "pytorch-lightning_version"
@@ -51,16 +57,21 @@ def read(path: Path, hints: Hints) -> Checkpoint:
 
 
 def _as_dict(root: Tree, where: str) -> Tree:
-    """The root as a state dict: one tensor or a list of them gets names. Unsupported for a pickled module, naming its class."""
+    """The root as a state dict: one tensor or a list of them gets names.
+
+    Unsupported for a pickled module, naming its class.
+    """
     if isinstance(root, TensorRef):
         return {"tensor": root}
     if isinstance(root, (list, tuple)) and any(isinstance(v, TensorRef) for v in root):
         return {str(i): v for i, v in enumerate(root)}
     if isinstance(root, Record):
         raise Unsupported(
-            f"the file holds an object of class {root.cls or 'unknown'}, not a state dict", where=where,
-            why="a pickled module keeps its tensors under names of its own class", fix="load it where it was made, and save module.state_dict()",
-        )  # fmt: skip
+            f"the file holds an object of class {root.cls or 'unknown'}, not a state dict",
+            where=where,
+            why="a pickled module keeps its tensors under names of its own class",
+            fix="load it where it was made, and save module.state_dict()",
+        )
     return root
 
 
@@ -73,9 +84,11 @@ def _refuse_wrapped(opened: TorchFile, where: str) -> None:
     for name in opened.globals:
         if name.name in ("DTensor", "ShardedTensor") and name.module.startswith("torch.distributed"):
             raise Unsupported(
-                f"the file holds {name.name}s: it is one rank's part of a checkpoint", where=where,
-                why="this version reads whole tensors and DCP folders", fix="save with torch.distributed.checkpoint, or gather before saving",
-            )  # fmt: skip
+                f"the file holds {name.name}s: it is one rank's part of a checkpoint",
+                where=where,
+                why="this version reads whole tensors and DCP folders",
+                fix="save with torch.distributed.checkpoint, or gather before saving",
+            )
 
 
 def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, reader: FileBytes) -> Checkpoint:
@@ -105,13 +118,24 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         options = {k: value(f"optimizer.{k}", v) for k, v in optimizer.options.items()}
         optimizer = Optimizer(groups, scalars, optimizer.order_known, optimizer.keyed, options)
     return Checkpoint(
-        "torch", opened.variant, str(path), (Source(""),), tensors, optimizer, values,
-        {n: value(n, v) for n, v in found.model_values.items()}, ties, facts,
-        {}, _step(values, optimizer, tensors, reader, found), (File(path.name, reader.nbytes),),
+        "torch",
+        opened.variant,
+        str(path),
+        (Source(""),),
+        tensors,
+        optimizer,
+        values,
+        {n: value(n, v) for n, v in found.model_values.items()},
+        ties,
+        facts,
+        {},
+        _step(values, optimizer, tensors, reader, found),
+        (File(path.name, reader.nbytes),),
         unsafe=tuple(UnsafeGlobal(path.name, str(f.name), f.why) for f in opened.unsafe),
-        unknown_globals=tuple(str(f.name) for f in opened.unknown), unsupported=tuple(unsupported),
+        unknown_globals=tuple(str(f.name) for f in opened.unknown),
+        unsupported=tuple(unsupported),
         gap_reason="zip headers, pickle and alignment; parts of storages that no tensor views",
-    )  # fmt: skip
+    )
 
 
 def _optimizer(found: Found, ties: dict[str, str], tensors: dict[Key, Tensor], where: str, hints: Hints) -> Optimizer:

@@ -1,12 +1,15 @@
-"""One torch file as segments: `{model, optimizer: {state, param_groups}, scheduler, ...}`, as torch.load(weights_only=True) reads it.
+"""One torch file as segments: `{model, optimizer.
 
-The pickle is made here from the value tree; tensor bytes are regions. State is keyed by name; with index_keys by torch's numbers.
+{state, param_groups}, scheduler, ...}`, as torch.load(weights_only=True) reads it.
+
+The pickle is made here from the value tree; tensor bytes are regions. State is keyed by name; with index_keys by
+torch's numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import Optimizer
 from ckptctl.core.dtype import BY_NAME, DType
@@ -18,6 +21,9 @@ from ckptctl.formats.pickles.emit import dump, storage_class
 from ckptctl.formats.pickles.nodes import NumpyArray
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 from ckptctl.formats.zipwrite import torch_zip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 ROOT = "archive"
 
@@ -53,7 +59,10 @@ class TorchTree:
         return TensorRef(storage, dtype, 0, value.shape, dense_strides(value.shape, 1))
 
     def _numpy(self, value: NumpyArray) -> Tree:
-        """A NumPy array as a tensor of the same bits, a NumPy scalar as a number; left as it is where torch has no such type."""
+        """A NumPy array as a tensor of the same bits, a NumPy scalar as a number.
+
+        Left as it is where torch has no such type.
+        """
         import numpy as np
 
         dtype = np.dtype(value.dtype)
@@ -91,7 +100,10 @@ class TorchTree:
         return tree
 
     def segments(self, tree: Tree, *, root: str = ROOT, base_index: int = 0, full: bool = True) -> list[Segment]:
-        """The archive that holds the tree: pickle, storages in order of the pickle, version. full adds the records of torch 2.13."""
+        """The archive that holds the tree: pickle, storages in order of the pickle, version.
+
+        Full adds the records of torch 2.13.
+        """
         order: list[Storage] = []
         numbers: dict[int, str] = {}
 
@@ -112,7 +124,10 @@ class TorchTree:
 
 
 def write(content: Content, choices: Choices) -> Written:
-    """One zip file. Pickled objects that torch.load(weights_only=True) refuses are carried all the same, and reported."""
+    """One zip file.
+
+    Pickled objects that torch.load(weights_only=True) refuses are carried all the same, and reported.
+    """
 
     def segments() -> list[Segment]:
         made = TorchTree(plain=True, held=content.held)
@@ -145,7 +160,7 @@ def _tree(content: Content, choices: Choices, made: TorchTree) -> Tree:
         if name in root:
             raise Unsupported(
                 f"a value of the source is called {name}, as a part of the result is",
-                fix=f"leave it out of the source, or convert to dcp",
+                fix="leave it out of the source, or convert to dcp",
             )
         root[name] = made.value(value)
     return root
@@ -178,7 +193,9 @@ def _optimizer(content: Content, choices: Choices, made: TorchTree) -> Tree:
 def merged_states(
     content: Content, optimizer: Optimizer, tensor: Callable[[Item], Tree], value: Callable[[Tree], Tree]
 ) -> dict[str, dict[str, Tree]]:
-    """By parameter, its states, tensors and plain values alike: parameters as the groups list them, then as the source does.
+    """By parameter, its states, tensors and plain values alike.
+
+    Parameters as the groups list them, then as the source does.
 
     A step that is shared is given to each by itself.
     """

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 _QUANTIZED = {
     f"{name}Storage": DType(lower, bits, storage=f"{name}Storage")
     for name, lower, bits in (
-        ("QInt8", "qint8", 8), ("QUInt8", "quint8", 8), ("QInt32", "qint32", 32),
-        ("QUInt4x2", "quint4x2", 8), ("QUInt2x4", "quint2x4", 8),
+        ("QInt8", "qint8", 8),
+        ("QUInt8", "quint8", 8),
+        ("QInt32", "qint32", 32),
+        ("QUInt4x2", "quint4x2", 8),
+        ("QUInt2x4", "quint2x4", 8),
     )
-}  # fmt: skip
+}
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.tensor.Tensor"})
 _PLAIN_WRAPPERS = ("DTensor", "ShardedTensor")
 _REBUILD = "torch._utils._rebuild_"

@@ -12,9 +12,12 @@ Kind = Literal[
 ]
 
 _MAGIC: tuple[tuple[bytes, Kind], ...] = (
-    (b"PK\x03\x04", "zip"), (b"version https://git-lfs", "lfs"), (b"\x1f\x8b", "gzip"),
-    (b"\x28\xb5\x2f\xfd", "zstd"), (b"\x89HDF\r\n", "hdf5"),
-)  # fmt: skip
+    (b"PK\x03\x04", "zip"),
+    (b"version https://git-lfs", "lfs"),
+    (b"\x1f\x8b", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"\x89HDF\r\n", "hdf5"),
+)
 
 
 def sniff(head: bytes) -> Kind:
