@@ -358,7 +358,7 @@ def test_thousands_of_sources_need_few_descriptors(tmp_path):
     tensors[key] = Tensor(key, BY_NAME["uint8"], (3 * n,), (table,))
     sources = [Source(str(i)) for i in range(n)]
     segments = [Region(key, BY_NAME["uint8"], (3 * n,), (0,), (3 * n,))]
-    files = tuple(OutputFile(str(i), lambda: segments) for i in range(100))
+    files = tuple(OutputFile(str(i), lambda: segments) for i in range(20))
     plan = Plan(files, SourceIndex(tensors, sources), extent_nbytes=700)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))

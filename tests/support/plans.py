@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +48,7 @@ class Case:
 
 
 def laid_out(rng: random.Random, array: np.ndarray, item: int, sources: list[bytes], scale: int) -> list[Piece]:
-    """Cut an array (its last axis is the item's bytes) into pieces, add the files that hold them, in one of four ways."""
+    """Cut an array (the last axis: an item's bytes) into pieces, add the files that hold them, in one of four ways."""
     shape = array.shape[:-1]
     n, k = math.prod(shape), len(shape)
     kind = rng.choice(["rows", "columns", "flat", "turned"]) if k else "flat"
@@ -61,7 +62,7 @@ def laid_out(rng: random.Random, array: np.ndarray, item: int, sources: list[byt
     if kind == "flat":
         flat = array.reshape(n, item)
         cut = sorted([0, n, *(rng.randint(0, n) for _ in range(rng.randint(0, 4)))])
-        for a, b in zip(cut, cut[1:], strict=False):
+        for a, b in pairwise(cut):
             number, pad = add(flat[a:b].tobytes())
             pieces.append(Piece((n,), (a,), (b - a,), number, pad, (item,)))
     elif kind == "turned":
@@ -77,7 +78,7 @@ def laid_out(rng: random.Random, array: np.ndarray, item: int, sources: list[byt
     else:
         axis = 0 if kind == "rows" else k - 1
         cut = sorted([0, shape[axis], *(rng.randint(0, shape[axis]) for _ in range(rng.randint(0, 4)))])
-        for a, b in zip(cut, cut[1:], strict=False):
+        for a, b in pairwise(cut):
             lo, size = [0] * k, list(shape)
             lo[axis], size[axis] = a, b - a
             part = np.ascontiguousarray(array[tuple(slice(x, x + m) for x, m in zip(lo, size, strict=True))])
@@ -88,7 +89,7 @@ def laid_out(rng: random.Random, array: np.ndarray, item: int, sources: list[byt
 
 
 def random_case(seed: int, *, scale: int = 1, extent_nbytes: int | None = None) -> Case:
-    """A plan of up to three tensors and three files. scale multiplies the sizes of the axes."""
+    """A plan of up to three tensors and three files. scale multiplies the sizes of axes."""
     rng = random.Random(seed)
     sources: list[bytes] = []
     tensors: dict[Key, Tensor] = {}
@@ -109,7 +110,8 @@ def random_case(seed: int, *, scale: int = 1, extent_nbytes: int | None = None) 
         files.append(OutputFile(path, lambda segments=segments: segments))
         wanted[path] = data
     index = SourceIndex(tensors, [Source(str(i)) for i in range(len(sources))])
-    size = extent_nbytes or rng.choice([16, 64, 4096, 1 << 20])
+    largest = max(map(len, wanted.values()))
+    size = extent_nbytes or rng.choice([e for e in (16, 64, 4096, 1 << 20) if largest < 200 * e])
     return Case(Plan(tuple(files), index, extent_nbytes=size), sources, wanted)
 
 
