@@ -154,12 +154,13 @@ class Dcp(NamedTuple):
 def dcp_folder(folder: Path) -> Dcp:
     """Reads a folder. Fails where chunks overlap, leave a hole, or are not what the metadata says."""
     meta = _Unpickler((folder / ".metadata").read_bytes(), {}).load().state
-    places = {(i.state["fqn"], i.state["offset"]): s.state for i, s in meta["storage_data"].items()}
+    places = {(i.state["fqn"], i.state.get("offset")): s.state for i, s in meta["storage_data"].items()}
     files = {path: (folder / path).read_bytes() for path in {s["relative_path"] for s in places.values()}}
-    out = Dcp({}, dict(meta["planner_data"]), {})
+    out, used = Dcp({}, dict(meta["planner_data"]), {}), set()
 
     def item(name: str, offset: Any) -> Any:
-        s = places.pop((name, offset))
+        s = places[name, offset]
+        used.add((name, offset))
         return torch_tree(files[s["relative_path"]][s["offset"] : s["offset"] + s["length"]]), s["relative_path"]
 
     for name, m in meta["state_dict_metadata"].items():
@@ -179,7 +180,7 @@ def dcp_folder(folder: Path) -> Dcp:
             out.chunks[name].append((path, lo, extent))
         assert (seen == 1).all(), name
         out.items[name] = Plain(dtype, size, whole.tobytes())
-    assert not places, f"storage without a name: {list(places)}"
+    assert used == set(places)
     return out
 
 

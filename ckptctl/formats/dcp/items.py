@@ -46,6 +46,8 @@ class DataFiles:
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder, self.names = folder, names
+        self.plain: dict[bytes, Tree] = {}
+        """Values of items that were read, by the items' bytes; see read_object."""
         self._open: dict[int, FileBytes] = {}
         self._lock = threading.Lock()
 
@@ -263,8 +265,11 @@ class LazyTable(Sequence[PieceTable]):
             )
 
 
-def read_object(item: ByteItem, files: DataFiles) -> tuple[Tree, TorchFile]:
-    """What an item holds, as a value: its tensors are read. For byte items, and for items of small tensors."""
+def read_object(item: ByteItem, files: DataFiles) -> tuple[Tree, TorchFile | None]:
+    """What an item holds, as a value: its tensors are read. For byte items, and for items of small tensors.
+
+    Small items of equal bytes, such as each parameter's learning rate, are opened once; the file is then None.
+    """
     reader = files.get(item.file)
     where = f"{reader.path}, {item.name}"
     if item.offset + item.length > reader.nbytes:
@@ -282,6 +287,22 @@ def read_object(item: ByteItem, files: DataFiles) -> tuple[Tree, TorchFile]:
             why=f"objects of up to {BYTE_ITEM_LIMIT} bytes are read",
         )
     data = reader.read(item.offset, item.length)
+    known = files.plain.get(data, _UNKNOWN)
+    if known is not _UNKNOWN:
+        return known, None
     held = HeldBytes(decoded_prefix(data, BYTE_ITEM_LIMIT, where) if item.codec else data, where)
     opened = open_torch(held)
-    return map_leaves(opened.root, lambda ref, _: read_array(ref, held, OBJECT_TENSOR_LIMIT)), opened
+    tree = map_leaves(opened.root, lambda ref, _: read_array(ref, held, OBJECT_TENSOR_LIMIT))
+    if len(data) <= HEAD_NBYTES and _is_plain(tree) and not opened.globals:
+        files.plain[data] = tree
+    return tree, opened
+
+
+_UNKNOWN = object()
+
+
+def _is_plain(tree: Tree) -> bool:
+    """Whether a value can be shared: nothing in it can be changed."""
+    if type(tree) is tuple:
+        return all(map(_is_plain, tree))
+    return tree is None or isinstance(tree, (bool, int, float, str))

@@ -112,6 +112,8 @@ class _Folder:
 
     def _object(self, item: ByteItem) -> Tree:
         tree, opened = read_object(item, self.files)
+        if opened is None:
+            return tree
         self.unsafe += [
             UnsafeGlobal(f"{self.files.names[item.file]} ({item.name})", str(f.name), f.why) for f in opened.unsafe
         ]
