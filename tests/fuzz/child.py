@@ -108,7 +108,8 @@ def main() -> int:
             victim.write_bytes(data)
             what = f"round {number}: {source.name}/{victim.name}, {', '.join(changes)}"
             signal.alarm(60)  # a hang ends the process, and says where by the round printed before
-            print(what, flush=True)
+            sys.stdout.write(what + "\n")
+            sys.stdout.flush()
             if number % 8 == 0:  # it makes everything several times slower
                 tracemalloc.start()
             work(next(iter(copy.glob("*.pt")), copy) if source.name.startswith("plain") else copy, Path(folder))
@@ -119,7 +120,7 @@ def main() -> int:
                 raise AssertionError(f"{what}: {peak >> 20} MiB")
         number += 1
         made += 1
-    print(made)
+    sys.stdout.write(f"{made}\n")
     return 0
 
 

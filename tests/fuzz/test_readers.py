@@ -1,7 +1,7 @@
-"""Damaged real files through the whole command line's work: a clear error or a result, never a crash, a hang, or much memory.
+"""Damaged real files through all that reads: a clear error or a result, never a crash, a hang, or much memory.
 
-Each round damages one file of a real checkpoint (bits, bytes, cuts, blocks copied or zeroed, numbers made large, text swapped) and lets a child
-process inspect, convert and compare it. The child has 3 GiB of address space and a minute a round.
+Each round damages one file of a real checkpoint (bits, bytes, cuts, blocks copied or zeroed, large numbers, other words)
+and lets a child process inspect, convert and compare it. The child has 3 GiB of address space and a minute a round.
 CKPTCTL_FUZZ_SECONDS sets how long (default: 20 s where CI is set, else 5); CKPTCTL_FUZZ_SEED repeats a run.
 """
 
@@ -18,8 +18,8 @@ import pytest
 from tests.support.checkpoints import ROOT, fixture
 
 SOURCES = (
-    "torch/plain_zip", "torch/plain_legacy", "torch/fsdp2_dp4_dcp", "torch/dcp_zstd", "torch/fsdp2_dp2_flatoptim_dcp", "hf/llama-sharded",
-    "hf/qwen2-bin", "hf/qwen2-bin-prezip", "hf/llama-bin-sharded", "hf/qwen2-extras",
+    "torch/plain_zip", "torch/plain_legacy", "torch/fsdp2_dp4_dcp", "torch/dcp_zstd", "torch/fsdp2_dp2_flatoptim_dcp",
+    "hf/llama-sharded", "hf/qwen2-bin", "hf/qwen2-bin-prezip", "hf/llama-bin-sharded", "hf/qwen2-extras",
 )  # fmt: skip
 CHILD = ROOT / "tests" / "fuzz" / "child.py"
 
