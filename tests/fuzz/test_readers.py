@@ -1,7 +1,7 @@
 """Damaged real files through all that reads: a clear error or a result, never a crash, a hang, or much memory.
 
-Each round damages one file of a real checkpoint (bits, bytes, cuts, blocks copied or zeroed, large numbers, other words)
-and lets a child process inspect, convert and compare it. The child has 3 GiB of address space and a minute a round.
+Each round damages one file of a real checkpoint (bits, cuts, blocks copied or zeroed, large numbers, other words) and
+lets a child process inspect, convert and compare it. The child has 3 GiB of address space and a minute a round.
 CKPTCTL_FUZZ_SECONDS sets how long (default: 20 s where CI is set, else 5); CKPTCTL_FUZZ_SEED repeats a run.
 """
 

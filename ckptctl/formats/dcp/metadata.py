@@ -34,6 +34,8 @@ _OLD = "torch.distributed._shard.sharded_tensor.metadata."
 ZSTD = "stream.zstd/1"
 BYTES = "bytes"
 _METADATA_LIMIT = 1 << 32
+_PATH_LIMIT = 64
+"""Keys in the path of one item; state dicts are a few levels deep."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -174,6 +176,11 @@ def _fill(out: Index, tree: Mapping[str, Any], where: str) -> None:
     out.files = list(numbers)
     planner = tree.get("planner_data")
     if isinstance(planner, dict):
+        deep = next((n for n, p in planner.items() if isinstance(p, tuple) and len(p) > _PATH_LIMIT), None)
+        if deep is not None:
+            raise Damaged(
+                f"the path of {deep!r} has more than {_PATH_LIMIT} keys", where=where, code="metadata-damaged"
+            )
         out.paths = {
             n: tuple(p)
             for n, p in planner.items()

@@ -71,7 +71,7 @@ def write(content: Content, choices: Choices) -> Written:
         Line(
             "layout",
             "written",
-            f"DCP for {choices.dp} ranks: rows of axis 0 in parts of ceil(rows / ranks), as FSDP2 cuts",
+            f"DCP for {_ranks(choices.dp)}: rows of axis 0 in parts of ceil(rows / ranks), as FSDP2 cuts",
         )
     ]
     numbered = [] if choices.own_names else [p for n, v in content.values.items() for p in _numbered(n, v)]
@@ -79,6 +79,10 @@ def write(content: Content, choices: Choices) -> Written:
         detail = f"{', '.join(numbered[:4])}: keys that are numbers become text, since DCP joins keys to names"
         lines.append(Line("values", "converted", detail))
     return Written(tuple(files), True, tuple(lines))
+
+
+def _ranks(n: int) -> str:
+    return "one rank" if n == 1 else f"{n} ranks"
 
 
 # ---- what to write --------------------------------------------------------------------------------------------------

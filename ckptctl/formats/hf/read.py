@@ -101,7 +101,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     _agrees(out, folder, chosen)
     for warning in folder.warnings:
         # What a loader would never look at is worth a word; two sets of weights that differ are a reason to stop.
-        if warning.code == "two-sources":
+        if warning.code == "two-sources" and "differ" in warning.what:
             raise warning
         out.warnings.append(f"{warning.what}: {warning.why}" if warning.why else warning.what)
     extra = [File(n, (path / n).stat().st_size, "extra") for n in folder.carried]
