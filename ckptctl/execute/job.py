@@ -112,6 +112,11 @@ class Sizes:
     decoded: int
     member: int
 
+    @property
+    def buffers(self) -> int:
+        """What is left for threads beside decoded members and their decoder."""
+        return self.working - self.decoded * 4 // 3
+
     def gang_need(self, nbytes: int) -> int:
         """Memory of a gang whose extents are nbytes long together."""
         return nbytes + self.window
@@ -120,8 +125,9 @@ class Sizes:
 def sizes_of(budget: Budget, plan: Plan, coded: bool) -> Sizes:
     """How a budget is shared out. coded: some source is compressed, so that decoded members need room."""
     working = max(budget.memory_nbytes - _OVERHEAD_NBYTES - plan.index.nbytes, _LEAST_NBYTES)
-    decoded = working // 2 if coded else 0
-    rest = working - decoded
+    # Half is for members: three quarters of it to keep, one for the decoder's own window.
+    decoded = working * 3 // 8 if coded else 0
+    rest = working // 2 if coded else working
     window = min(16 * MIB, rest // 8)
     gang = rest // 2 - window
     return Sizes(working, min(MIB, rest // 16), window, gang, gang, decoded, decoded // 2)

@@ -34,6 +34,8 @@ _BLIND_FEED = 1 << 10
 
 A block of 4 bytes can make 128 KiB, so these make 32 MiB at most.
 """
+_WINDOW = 8 << 20
+"""A decoder's own window is allowed to be at least this large. Source: RFC 8878, 3.1.1.1.2."""
 _PLAIN, _ZSTD = "", "zstd"
 
 
@@ -158,7 +160,7 @@ class Sources:
         held = bytearray()
         out, path, total = -1, self._scratch / str(number), 0
         try:
-            for data in _zstd_pieces(self._feed(place), known, place.path, self._member_nbytes):
+            for data in _zstd_pieces(self._feed(place), known, place.path, max(_WINDOW, self._member_nbytes // 2)):
                 total += len(data)
                 if 0 <= known < total:
                     raise _corrupt(place.path, f"it decodes to more than the {known} bytes that its metadata names")
@@ -242,7 +244,7 @@ def _zstd_pieces(feed: Iterator[bytes], known: int, path: str, window_nbytes: in
     """
     import zstandard
 
-    decoder = zstandard.ZstdDecompressor(max_window_size=1 << max(window_nbytes.bit_length() - 1, 20))
+    decoder = zstandard.ZstdDecompressor(max_window_size=1 << window_nbytes.bit_length() - 1)
     try:
         if known >= 0:
             with decoder.stream_reader(_Feed(feed), read_across_frames=True, closefd=False) as reader:  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ class Shared:
         self.paths = [os.fspath(p) for p in paths]
         self.outputs = OpenFiles(os.O_RDWR)
         self.stop = Event()
-        self.memory = Memory(sizes.working - sizes.decoded, self.stop)
+        self.memory = Memory(sizes.buffers, self.stop)
         self.direct = hasattr(os, "copy_file_range") and not checksums
         self.lock = Lock()
         self.done_nbytes = self.direct_nbytes = 0
