@@ -8,7 +8,9 @@ torch's numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import Optimizer
@@ -23,7 +25,7 @@ from ckptctl.formats.target import Choices, Content, Item, Line, Written
 from ckptctl.formats.zipwrite import torch_zip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 ROOT = "archive"
 
@@ -47,7 +49,7 @@ class TorchTree:
             )
         storage = self.made.get((item.key, item.dtype.name)) if region.size == item.shape else None
         if storage is None:
-            storage = self._storage(region.dtype, region.numel, region.nbytes, region)
+            storage = self.new_storage(region.dtype, region.numel, region.nbytes, region)
             if region.size == item.shape:
                 self.made[item.key, item.dtype.name] = storage
         return TensorRef(storage, item.dtype, 0, region.size, dense_strides(region.size, 1))
@@ -55,7 +57,7 @@ class TorchTree:
     def array(self, value: Array) -> TensorRef:
         """A value's small tensor: its bytes stand in the plan."""
         dtype = BY_NAME[value.dtype]
-        storage = self._storage(dtype, len(value.data) // dtype.itemsize, len(value.data), Put(value.data))
+        storage = self.new_storage(dtype, len(value.data) // dtype.itemsize, len(value.data), Put(value.data))
         return TensorRef(storage, dtype, 0, value.shape, dense_strides(value.shape, 1))
 
     def _numpy(self, value: NumpyArray) -> Tree:
@@ -73,7 +75,8 @@ class TorchTree:
             return np.frombuffer(value.data, dtype)[0].item()
         return self.array(Array(name, value.shape, value.data))
 
-    def _storage(self, dtype: DType, numel: int, nbytes: int, fill: Put | Region) -> Storage:
+    def new_storage(self, dtype: DType, numel: int, nbytes: int, fill: Put | Region) -> Storage:
+        """A storage under the next number; torch has no class for some dtypes, whose storages are then untyped."""
         typed = bool(dtype.storage)
         storage = Storage(str(len(self.fills)), dtype if typed else None, numel if typed else nbytes, nbytes=nbytes)
         self.fills[storage.key] = fill
@@ -104,6 +107,9 @@ class TorchTree:
 
         Full adds the records of torch 2.13.
         """
+        if isinstance(tree, TensorRef) and tree.offset == 0 and tree.stride == dense_strides(tree.shape, 1):
+            pickle = packed_tensor_pickle(tree.dtype, tree.shape)
+            return self._archive(pickle, [self.fills[tree.storage.key]], root, base_index, full)
         order: list[Storage] = []
         numbers: dict[int, str] = {}
 
@@ -114,13 +120,28 @@ class TorchTree:
             return ("storage", storage_class(storage), numbers[id(storage)], "cpu", storage.numel)
 
         pickle = dump(tree, persistent)
+        return self._archive(pickle, [self.fills[s.key] for s in order], root, base_index, full)
+
+    def _archive(
+        self, pickle: bytes, fills: Sequence[Put | Region], root: str, base_index: int, full: bool
+    ) -> list[Segment]:
         records: list[tuple[str, Put | Region]] = [("data.pkl", Put(pickle))]
         if full:
             records += [(".format_version", Put(b"1")), (".storage_alignment", Put(b"64"))]
         records.append(("byteorder", Put(b"little")))
-        records += [(f"data/{numbers[id(s)]}", self.fills[s.key]) for s in order]
+        records += [(f"data/{number}", fill) for number, fill in enumerate(fills)]
         records.append(("version", Put(b"3\n")))
         return torch_zip(records, root, base_index=base_index)
+
+
+@lru_cache(maxsize=4096)
+def packed_tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
+    """The pickle of one packed tensor in a storage of its own: what most items of a DCP hold, and few differ."""
+    made = TorchTree()
+    numel = math.prod(shape)
+    storage = made.new_storage(dtype, numel, numel * dtype.itemsize, Put(b""))
+    pid = ("storage", storage_class(storage), "0", "cpu", storage.numel)
+    return dump(TensorRef(storage, dtype, 0, shape, dense_strides(shape, 1)), lambda _: pid)
 
 
 def write(content: Content, choices: Choices) -> Written:
