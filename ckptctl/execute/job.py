@@ -153,9 +153,14 @@ def fitted(job: Job, budget: Budget) -> Job:
     sizes = sizes_for(job, budget)
     if job.plan.extent_nbytes > sizes.extent:
         job = _cut(job, max(1, sizes.extent))
-    # With smaller extents a gang reaches over more files.
-    while job.plan.extent_nbytes > LEAST_EXTENT_NBYTES and reread(job, budget) > _REREAD:
-        job = _cut(job, max(LEAST_EXTENT_NBYTES, job.plan.extent_nbytes // 4))
+    times = reread(job, budget)
+    # With smaller extents a gang reaches over more files; where it is one tensor that is turned, they change nothing.
+    while times > _REREAD and job.plan.extent_nbytes > LEAST_EXTENT_NBYTES:
+        smaller = _cut(job, max(LEAST_EXTENT_NBYTES, job.plan.extent_nbytes // 4))
+        fewer = reread(smaller, budget)
+        if fewer > 0.8 * times:
+            break
+        job, times = smaller, fewer
     return job
 
 

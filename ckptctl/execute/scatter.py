@@ -3,12 +3,12 @@
 No file is read here, no plan is known.
 
 What makes it fast: runs of bytes are moved as the widest items they fit, and boxes whose fastest axes differ on both
-sides (transposes) go in
-tiles, as NumPy would else touch a cache line for every element.
+sides (transposes) go in tiles, as NumPy would else touch a cache line for every element.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ckptctl.core.compose import joined
 from ckptctl.execute.cast import carrier, convert
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ckptctl.execute.memory import Bytes
     from ckptctl.plan.steps import Move
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _LONG, _SHORT = 512, 16
 """Elements of a tile along the axis that is fastest in the source, and in the target.
 
-Measured, with and without strides that are powers of
-two, where square tiles are three times slower: their lines fall into the same places of the cache."""
+Measured, with and without strides that are powers of two; with those, square tiles are three times slower, as their
+lines fall into the same places of the cache.
+"""
 _PAGE = 4096
 _FAR = 64 << 10
 """Gaps beyond this are never read along."""
@@ -84,43 +85,59 @@ def _tiles(size: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]) ->
         yield tuple(index)
 
 
+def stretch(move: Move) -> int:
+    """Bytes from a move's first source byte to one past its last."""
+    return sum((n - 1) * s for n, s in zip(move.size, move.src_strides, strict=True)) + move.item
+
+
 def parts(move: Move, limit: int) -> Iterator[Move]:
-    """A move as moves that each stretch over at most limit bytes of the source, without far gaps inside.
-
-    In rising order of source.
-
-    A gap is far where it is more than a page and more than 8 times what lies between gaps (so at most 9 times the
-    needed bytes are
-    read), or more than 64 KiB.
-    """
-    far, reach = _gaps(move)
-    if (not far and reach <= limit) or all(n == 1 for n in move.size):
+    """A move as moves that each stretch over at most limit bytes of the source, in rising order; single elements may be longer."""
+    reach = stretch(move)
+    if reach <= limit or all(n == 1 for n in move.size):
         yield move
         return
     axis = max(range(len(move.size)), key=lambda i: move.src_strides[i] if move.size[i] > 1 else -1)
     stride, n = move.src_strides[axis], move.size[axis]
-    step = 1 if far else max(1, (limit - (reach - (n - 1) * stride)) // stride + 1)
-    for first in range(0, n, step):
-        size = (*move.size[:axis], min(step, n - first), *move.size[axis + 1 :])
-        part = move._replace(src=move.src + first * stride, dst=move.dst + first * move.dst_strides[axis], size=size)
-        yield from parts(_dropped(part, axis) if step == 1 else part, limit)
+    step = max(1, (limit - (reach - (n - 1) * stride)) // stride + 1)
+    for part in _sliced(move, axis, step):
+        if step == 1:
+            yield from parts(part, limit)
+        else:
+            yield part
 
 
-def _dropped(move: Move, axis: int) -> Move:
-    """The move without an axis of one element."""
-    size, src, dst = (v[:axis] + v[axis + 1 :] for v in (move.size, move.src_strides, move.dst_strides))
-    return move._replace(size=size, src_strides=src, dst_strides=dst)
+def _sliced(move: Move, axis: int, step: int) -> Iterator[Move]:
+    """The move in slices of step indices of one axis."""
+    for first in range(0, move.size[axis], step):
+        n = min(step, move.size[axis] - first)
+        yield move._replace(
+            src=move.src + first * move.src_strides[axis],
+            dst=move.dst + first * move.dst_strides[axis],
+            size=(*move.size[:axis], n, *move.size[axis + 1 :]),
+        )
 
 
-def _is_far(gap: int, between: int) -> bool:
-    return gap > _FAR or gap > max(_PAGE, 8 * between)
+def far_axes(move: Move) -> tuple[tuple[int, ...], int]:
+    """The axes whose steps leave far gaps in the source, the longest step first; and over how many bytes the others stretch.
+
+    A gap is far where it is more than a page and more than 8 times what lies before it, or more than 64 KiB.
+    """
+    order = sorted((i for i, n in enumerate(move.size) if n > 1), key=lambda i: move.src_strides[i])
+    reach = move.item
+    for at, i in enumerate(order):
+        gap = move.src_strides[i] - reach
+        if gap > _FAR or gap > max(_PAGE, 8 * reach):
+            return tuple(reversed(order[at:])), reach
+        reach += (move.size[i] - 1) * move.src_strides[i]
+    return (), reach
 
 
-def _gaps(move: Move) -> tuple[bool, int]:
-    """Whether a move has far gaps, and over how many bytes of the source it stretches."""
-    reach, far = move.item, False
-    for stride, n in sorted(zip(move.src_strides, move.size, strict=True)):
-        if n > 1 and stride:
-            far = far or _is_far(stride - reach, reach)
-            reach += (n - 1) * stride
-    return far, reach
+def blocks(move: Move, axes: Sequence[int], most: int) -> Iterator[Move]:
+    """A move as moves that have at most that many indices on the axes together."""
+    if math.prod(move.size[i] for i in axes) <= most:
+        yield move
+        return
+    first, *rest = axes
+    step = max(1, most // math.prod(move.size[i] for i in rest))
+    for part in _sliced(move, first, step):
+        yield from blocks(part, rest, most) if step == 1 else (part,)

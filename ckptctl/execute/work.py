@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from ckptctl.core.errors import CkptError
 from ckptctl.execute.checks import ExtentChecks, FileChecks
 from ckptctl.execute.files import OpenFiles, too_short, write_all
-from ckptctl.execute.gather import Stream, gather, is_stream
+from ckptctl.execute.gather import gather
 from ckptctl.execute.memory import Memory, Stopped
+from ckptctl.execute.stream import Stream, is_stream
 from ckptctl.execute.system import reading_failed, start_writeback, writing_failed
 from ckptctl.plan.steps import Extent, Move, Step
 

@@ -151,7 +151,9 @@ def test_what_is_no_float_is_refused(name):
 
 
 @pytest.mark.parametrize("kind", ["runs", "turned", "rows"])
-@pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")])
+@pytest.mark.parametrize(
+    ("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")]
+)
 def test_jobs_that_cast(tmp_path, monkeypatch, kind, source, target):
     monkeypatch.setattr(job, "sizes_of", lambda *_: job.Sizes(1 << 20, 1000, 4000, 20000, 1 << 20, 0, 0))
     rng = np.random.default_rng(1)

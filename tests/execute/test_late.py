@@ -30,9 +30,15 @@ def archives(tmp_path, items=1, seed=1, extent_nbytes=3000):
             key, n = Key(f"{item}.{i}"), len(data)
             tensors[key] = Tensor(key, u1, (n,), (PieceTable.whole((n,), 1, 0, len(source)),))
             source += data
-            parts = [Region(key, u1, (n,), (0,), (n,))] if n < 200 else [
-                Region(key, u1, (n,), (0,), (n // 3,)), Region(key, u1, (n,), (n // 3,), (n - n // 3,)), Fill(7, b"ab", "")
-            ]
+            parts = (
+                [Region(key, u1, (n,), (0,), (n,))]
+                if n < 200
+                else [
+                    Region(key, u1, (n,), (0,), (n // 3,)),
+                    Region(key, u1, (n,), (n // 3,), (n - n // 3,)),
+                    Fill(7, b"ab", ""),
+                ]
+            )
             records.append((f"data/{i}", parts))
             held[f"data/{i}"] = data + (b"" if n < 200 else b"abababa")
         records.append(("version", Put(b"3\n")))
@@ -41,9 +47,7 @@ def archives(tmp_path, items=1, seed=1, extent_nbytes=3000):
         held["version"] = b"3\n"
         wanted.append((sum(s.nbytes for s in made), {f"archive/{k}": v for k, v in held.items()}))
     (tmp_path / "source").write_bytes(source)
-    plan = Plan(
-        (OutputFile("", lambda: segments),), SourceIndex(tensors, [Source("")]), extent_nbytes=extent_nbytes
-    )
+    plan = Plan((OutputFile("", lambda: segments),), SourceIndex(tensors, [Source("")]), extent_nbytes=extent_nbytes)
     return Job(plan, check(plan), [Source("")], tmp_path / "source", tmp_path / "made", False), wanted
 
 
@@ -93,7 +97,9 @@ def test_late_bytes_count_in_a_files_checksum(tmp_path):
     outcome = run(Job(plan, check(plan), [Source("")], tmp_path / "source", tmp_path / "made", False))
     crcs = [zlib.crc32(b) for b in (data[100:], b"pqpqpqpqpq", b"xyz")]
     wanted = [c.to_bytes(4, "big") for c in crcs]
-    assert (tmp_path / "made").read_bytes() == wanted[0] + wanted[1] + data[100:] + b"xyz" + b"pq" * 5 + wanted[2] + b"!"
+    assert (tmp_path / "made").read_bytes() == wanted[0] + wanted[1] + data[100:] + b"xyz" + b"pq" * 5 + wanted[
+        2
+    ] + b"!"
     assert seen == [crcs[:2], crcs[2:]]
     assert outcome.checksums == {"": zlib.crc32((tmp_path / "made").read_bytes())}
 

@@ -79,7 +79,9 @@ def test_resume_without_a_journal_starts_anew_and_says_so(tmp_path):
     assert case.found(tmp_path) == case.wanted
 
 
-@pytest.mark.parametrize("torn", [b"[0,1", b'[0,1,2,"x"]\n', b"\0" * 20, b"null\n", b"[" * 5000 + b"\n", b"\xff\n", b"{}\n"])
+@pytest.mark.parametrize(
+    "torn", [b"[0,1", b'[0,1,2,"x"]\n', b"\0" * 20, b"null\n", b"[" * 5000 + b"\n", b"\xff\n", b"{}\n"]
+)
 def test_a_torn_last_line_is_ignored(tmp_path, monkeypatch, torn):
     case = stopped(tmp_path, monkeypatch)
     with (tmp_path / PARTIAL / "journal.jsonl").open("ab") as file:
@@ -135,7 +137,9 @@ def changed(case, made, what, tmp_path):
         return replace(made, fingerprint={"test": 2}), "fingerprint test: 1 then, 2 now"
     if what == "plan":
         file = case.plan.files[0]
-        more = replace(case.plan, files=(OutputFile(file.path, lambda: [*file.segments, Put(b"x")]), *case.plan.files[1:]))
+        more = replace(
+            case.plan, files=(OutputFile(file.path, lambda: [*file.segments, Put(b"x")]), *case.plan.files[1:])
+        )
         return replace(made, plan=more, totals=check(more)), "the plan"
     if what == "extents":
         more = replace(case.plan, extent_nbytes=301)
@@ -418,5 +422,3 @@ def test_a_folder_without_rights_is_said(tmp_path):
     with pytest.raises(CkptError) as err:
         run(Job(plan, check(plan), [], tmp_path / "source", tmp_path / "file" / "made", False))
     assert err.value.code == "write-failed"
-
-

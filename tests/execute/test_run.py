@@ -396,9 +396,7 @@ def columns_job(tmp_path, tp):
     key, kind = Key("t"), BY_NAME["uint32"]
     tensor = Tensor(key, kind, (n, n), (PieceTable.whole((n, n), 4, 0, 0),))
     w = n // tp
-    files = tuple(
-        OutputFile(str(r), lambda r=r: [Region(key, kind, (n, n), (0, r * w), (n, w))]) for r in range(tp)
-    )
+    files = tuple(OutputFile(str(r), lambda r=r: [Region(key, kind, (n, n), (0, r * w), (n, w))]) for r in range(tp))
     plan = Plan(files, SourceIndex({key: tensor}, [Source("")]), extent_nbytes=1 << 19)
     made = Job(plan, check(plan), [Source("")], tmp_path / "source", tmp_path / "made", True)
     return made, {str(r): np.ascontiguousarray(data[:, r * w : (r + 1) * w]).tobytes() for r in range(tp)}

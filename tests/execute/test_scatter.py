@@ -5,9 +5,11 @@ import random
 import numpy as np
 import pytest
 
+from ckptctl.core.tensor import dense_strides
 from ckptctl.core.view import unit_slices
+from ckptctl.execute.gather import gather
 from ckptctl.execute.scatter import parts, place
-from ckptctl.plan.steps import Move
+from ckptctl.plan.steps import Extent, Move
 
 
 def boxes(move):
@@ -96,25 +98,94 @@ def test_parts_are_the_move_and_fit_the_limit(seed):
     assert found == boxes(move)
 
 
-def read_nbytes(move, limit):
-    return sum(map(stretch, parts(move, limit)))
+class Counted:
+    """A source of numbered 2-byte elements, any size, that counts what is read."""
+
+    def __init__(self):
+        self.nbytes = self.calls = 0
+
+    def read(self, _, start, views, nbytes):
+        self.nbytes += nbytes
+        self.calls += 1
+        for view in views:
+            at = np.arange(start, start + len(view))
+            view[:] = (at // 2 >> 8 * (at % 2)).astype(np.uint8).data
+            start += len(view)
+
+
+def gathered(source, *moves):
+    """The elements that moves put in one buffer of 2-byte elements each, by a gang of as many extents."""
+    sizes = [m.numel * 2 for m in moves]
+    gang = [(Extent(i, 0, n), [m]) for i, (n, m) in enumerate(zip(sizes, moves, strict=True))]
+    return [f.data.view("<u2") for f in gather(source, gang, 1 << 20, lambda: None)]
+
+
+def elements(move):
+    at = np.zeros(move.size, np.int64) + move.src
+    for axis, (n, stride) in enumerate(zip(move.size, move.src_strides, strict=True)):
+        at += (np.arange(n) * stride).reshape([-1 if i == axis else 1 for i in range(len(move.size))])
+    return (at.reshape(-1) // 2).astype("<u2")
 
 
 @pytest.mark.parametrize(
-    ("size", "strides", "times"),
+    ("size", "strides", "times", "calls"),
     [
-        ((1000, 2048), (1 << 20, 2), 1),  # rows of 4 KiB, a megabyte apart
-        ((1000,), (1 << 17,), 1),  # one column of a very wide matrix
-        ((1000,), (4000,), 4000 / 2),  # gaps within a page: one stretch
-        ((1000, 1024), (16384, 2), 8.001),  # runs of 2 KiB, 14 KiB apart: a gap of seven times
-        ((1000, 1024), (32768, 2), 1),  # runs of 2 KiB, 30 KiB apart: fifteen times, not read along
-        ((4, 50, 2048), (1 << 30, 1 << 20, 2), 1),
-        ((500, 500), (2, 1 << 17), 1),  # turned: short rows of the source
+        ((1000, 2048), (1 << 20, 2), 1, 1000),  # rows of 4 KiB, a megabyte apart
+        ((1000,), (1 << 17,), 1, 1000),  # one column of a very wide matrix
+        ((1000,), (4000,), 2000, 8),  # gaps within a page: by windows
+        ((1000, 1024), (16384, 2), 8.001, 32),  # runs of 2 KiB, 14 KiB apart: seven times, read along
+        ((1000, 1024), (32768, 2), 1, 1000),  # runs of 2 KiB, 30 KiB apart: fifteen times, picked out
+        ((4, 50, 2048), (1 << 30, 1 << 20, 2), 1, 200),
+        ((500, 500), (2, 1 << 17), 1, 500),  # turned: short rows of the source
+        ((3, 500, 500), (1 << 26, 2, 1 << 17), 1, 1500),
+        ((1, 2, 1 << 20), (1, 1 << 30, 2), 1, 2),  # runs longer than the window
     ],
 )
-def test_far_gaps_are_not_read(size, strides, times):
-    move = Move(0, 0, 0, size, strides, (2,) * len(size), 2, 2)
-    assert read_nbytes(move, 16 << 20) <= move.numel * 2 * times
+def test_far_gaps_are_not_read(size, strides, times, calls):
+    move = Move(0, 0, 0, size, strides, dense_strides(size, 2), 2, 2)
+    source = Counted()
+    np.testing.assert_array_equal(gathered(source, move)[0], elements(move))
+    assert source.nbytes <= move.numel * 2 * times
+    assert source.calls <= calls + 4
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_what_is_sparse_alone_may_be_dense_for_a_gang(count):
+    """Columns of a matrix with rows of 32 KiB, each 2 KiB wide, turned on the way."""
+    width, rows = 1024, 600
+    moves = [Move(0, 0, c * width * 2, (width, rows), (2, 16 * width * 2), (rows * 2, 2), 2, 2) for c in range(count)]
+    source = Counted()
+    for found, move in zip(gathered(source, *moves), moves, strict=True):
+        np.testing.assert_array_equal(found, elements(move))
+    whole = 16 * width * rows * 2
+    assert source.nbytes == (whole if count == 16 else whole * count / 16)
+    assert source.calls == (rows * count if count == 1 else -(-whole // (1 << 20)))
+
+
+def random_box(rng):
+    """A move with far gaps between some of its axes."""
+    move = random_move(rng)
+    order = sorted(range(len(move.size)), key=lambda i: move.src_strides[i])
+    strides, more = list(move.src_strides), 1
+    for i in order:
+        more *= rng.choice([1, 1, 100, 10_000])
+        strides[i] *= more
+    return move._replace(src_strides=tuple(strides))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_box_by_any_way(seed):
+    rng = random.Random(seed)
+    move = random_box(rng)
+    move = move._replace(
+        item=2, dst_item=2, src_strides=tuple(s * 2 for s in move.src_strides), dst=0, src=move.src * 2
+    )
+    move = move._replace(dst_strides=dense_strides(move.size, 2))
+    if move.is_run:
+        return
+    gang = [(Extent(0, 0, move.numel * 2), [move])]
+    found = gather(Counted(), gang, rng.choice([64, 1000, 1 << 16]), lambda: None)[0].data.view("<u2")
+    np.testing.assert_array_equal(found, elements(move))
 
 
 def test_parts_of_a_regular_box_rise():

@@ -15,9 +15,9 @@ from ckptctl.core.output import OutputFile, Region
 from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
 from ckptctl.execute import Budget, Job, job, run, space
 from ckptctl.execute.files import OpenFiles
-from ckptctl.execute.gather import Reads
 from ckptctl.execute.memory import Memory, Stopped, buffer
 from ckptctl.execute.sources import Sources
+from ckptctl.execute.stream import Reads
 from ckptctl.plan.check import check
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
