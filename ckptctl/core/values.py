@@ -134,3 +134,22 @@ class Held:
 
     name: str
     kind: str = "other"
+
+
+def holds_array(tree: Tree) -> bool:
+    """Whether there is a tensor anywhere in a value."""
+    stack, seen = [tree], set()
+    while stack:
+        at = stack.pop()
+        if isinstance(at, (Array, Held, TensorRef)):
+            return True
+        if id(at) in seen:
+            continue
+        seen.add(id(at))
+        if isinstance(at, dict):
+            stack += at.values()
+        elif isinstance(at, (list, tuple)):
+            stack += at
+        elif isinstance(at, Record):
+            stack += [at.args, at.kwargs, at.state, *at.items, *(v for pair in at.pairs for v in pair)]
+    return False

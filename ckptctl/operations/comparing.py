@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ckptctl.core.checkpoint import MASTER, WEIGHTS, Checkpoint, is_state, part_of
-from ckptctl.core.errors import Usage
+from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import Key, Tensor
 from ckptctl.core.values import Array, Tree
 from ckptctl.names import head_and_embedding, is_tied
 from ckptctl.operations.content import WEIGHT_CHOICES
 from ckptctl.operations.inspecting import plain
-from ckptctl.operations.opening import Reading, open_checkpoint, require_safe, require_tensors
+from ckptctl.operations.opening import Reading, open_checkpoint, require_plain, require_safe, require_tensors
 from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def _opened(path: Path | str, reading: Reading | None) -> Checkpoint:
     checkpoint, _ = open_checkpoint(path, reading)
     require_safe(checkpoint)
     require_tensors(checkpoint)
+    require_plain(checkpoint)
     return checkpoint
 
 
@@ -154,6 +155,9 @@ def _tensor(
     left: TensorReader, a: Key, right: TensorReader, b: Key, what: Comparison, name: tuple[str, str], found: _Found
 ) -> None:
     x, y = left.checkpoint.tensors[a], right.checkpoint.tensors[b]
+    for side, tensor in ((left, x), (right, y)):
+        if tensor.why_unsupported:
+            raise Unsupported(f"{name[0]} cannot be compared", where=side.checkpoint.root, why=tensor.why_unsupported)
     if x.shown != y.shown:
         found.add(*name, "shape", f"{x.shown} and {y.shown}")
         return

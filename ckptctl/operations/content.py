@@ -17,6 +17,7 @@ from ckptctl.core.checkpoint import MASTER, OTHER, WEIGHTS, Checkpoint, Optimize
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported, Usage
 from ckptctl.core.tensor import Key, Tensor
+from ckptctl.core.values import Record, Tree, holds_array
 from ckptctl.formats.target import Content, Item, Line
 from ckptctl.names import absent_head, head_and_embedding, is_tied
 
@@ -102,8 +103,24 @@ def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Li
     made = _second_name(source, weights, wanted, lines)
     ties = {a: o for a, o in source.ties.items() if a in weights and o in weights and a not in collapsed} | made
     _movable(held.values())
-    model_values = source.model_values if wanted.to != "hf" else {}
+    model_values = _model_values(source, wanted)
     return Content(source, weights, states, optimizer, values, model_values, held, ties, collapsed), lines
+
+
+def _model_values(source: Checkpoint, wanted: Conversion) -> dict[str, Tree]:
+    """What stands among the weights and is no tensor. Unsupported where a target would lose a tensor inside it."""
+    chosen = {n: v for n, v in source.model_values.items() if _chosen(n, wanted)}
+    if wanted.to != "hf":
+        return chosen
+    for name, value in chosen.items():
+        if holds_array(value):
+            raise Unsupported(
+                f"{name} holds a tensor and is none: a Hugging Face folder has no place for it",
+                where=source.root,
+                why=f"it is an object of class {value.cls}" if isinstance(value, Record) else "",
+                fix=f"leave it out with --exclude '{name}', or convert to torch or dcp",
+            )
+    return {}
 
 
 def _matches(name: str, globs: tuple[str, ...]) -> bool:
@@ -172,7 +189,7 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
 
 def _unmatched(source: Checkpoint, wanted: Conversion) -> None:
     """A pattern that matches nothing is a typing mistake more often than not."""
-    names = [k.name for k in source.tensors if k.kind in WEIGHTS]
+    names = [*(k.name for k in source.tensors if k.kind in WEIGHTS), *source.model_values]
     for flag, globs in (("--only", wanted.only), ("--exclude", wanted.exclude)):
         for g in globs:
             if not any(fnmatchcase(n, g) for n in names):

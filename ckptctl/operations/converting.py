@@ -15,7 +15,7 @@ from ckptctl.core.sizes import parse_size
 from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run, space
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
-from ckptctl.operations.opening import Reading, open_checkpoint, require_safe, require_tensors
+from ckptctl.operations.opening import Reading, open_checkpoint, require_plain, require_safe, require_tensors
 from ckptctl.operations.ties import require_equal_copies
 from ckptctl.plan.account import Account, account
 from ckptctl.plan.check import Totals, check, require_whole
@@ -142,9 +142,7 @@ def _opened(src: Path | str, reading: Reading | None) -> tuple[Checkpoint, Any]:
     source, evidence = open_checkpoint(src, reading)
     require_safe(source)
     require_tensors(source)
-    if source.unsupported:
-        what, why = source.unsupported[0]
-        raise Unsupported(f"{what} cannot be moved", where=source.root, why=why, fix="save it as a plain dense tensor")
+    require_plain(source)
     return source, evidence
 
 

@@ -156,12 +156,25 @@ def require_safe(checkpoint: Checkpoint) -> None:
         )
 
 
+def require_plain(checkpoint: Checkpoint) -> None:
+    """Unsupported, naming it, where the source holds a tensor that cannot be read: sparse, quantized, ..."""
+    if checkpoint.unsupported:
+        what, why = checkpoint.unsupported[0]
+        raise Unsupported(
+            f"{what} cannot be moved", where=checkpoint.root, why=why, fix="save it as a plain dense tensor"
+        )
+
+
 def require_tensors(checkpoint: Checkpoint) -> None:
-    """Unrecognised where there is no tensor at all."""
+    """Unrecognised where there is no tensor at all; Unsupported where there are things that only look like some."""
     if not checkpoint.tensors:
+        require_plain(checkpoint)
         raise Unrecognised(
             "the checkpoint holds no tensor",
             where=checkpoint.root,
+            why=f"it holds objects of {', '.join(checkpoint.unknown_globals[:4])}"
+            if checkpoint.unknown_globals
+            else "",
             code="no-tensors",
             fix="check that this is the right file or folder",
         )

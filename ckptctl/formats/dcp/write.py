@@ -11,7 +11,7 @@ filesystem.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ class Named:
     path: tuple[PathKey, ...]
     item: Item | None = None
     value: Tree = None
+    held: Mapping[tuple[str, str], Item] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,7 +93,7 @@ def _standard(content: Content) -> Iterator[Named]:
     for name, item in content.weights.items():
         yield Named(f"model.{name}", ("model", name), item)
     for name, value in content.model_values.items():
-        yield Named(f"model.{name}", ("model", name), None, value)
+        yield Named(f"model.{name}", ("model", name), None, value, content.held)
     if content.optimizer is not None or content.states:
         yield from _optimizer(content)
     for name, value in content.values.items():
@@ -113,7 +114,7 @@ def _optimizer(content: Content) -> Iterator[Named]:
     for number, group in enumerate(optimizer.groups):
         for option, value in {**group.options, "params": list(group.params)}.items():
             path_ = ("optim", "param_groups", number, option)
-            yield Named(".".join(map(str, path_)), path_, None, value)
+            yield Named(".".join(map(str, path_)), path_, None, value, content.held)
     for option, value in optimizer.options.items():
         yield from _flattened(("optim", option), value, content.held)
 
@@ -146,7 +147,7 @@ def _flattened(path: tuple[PathKey, ...], value: Tree, held: Mapping[tuple[str, 
     elif isinstance(value, Held):
         yield Named(".".join(map(str, path)), path, held[value.name, value.kind])
     else:
-        yield Named(".".join(map(str, path)), path, None, value)
+        yield Named(".".join(map(str, path)), path, None, value, held)
 
 
 def _numbered(path: str, value: Tree) -> Iterator[str]:
@@ -226,7 +227,7 @@ def _is_array(value: Tree) -> bool:
 
 def _item(chunk: Chunk, base_index: int) -> list[Segment]:
     """One item: a complete torch archive."""
-    made = TorchTree()
+    made = TorchTree(held=chunk.named.held)
     tree = (
         made.tensor(chunk.named.item, chunk.region) if chunk.named.item is not None else made.value(chunk.named.value)
     )

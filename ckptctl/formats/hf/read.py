@@ -12,7 +12,7 @@ from ckptctl.core.checkpoint import Checkpoint, Facts, File, UnsafeGlobal
 from ckptctl.core.dtype import packed
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
-from ckptctl.core.values import TensorRef
+from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf.config import CONFIG, quantization
@@ -21,7 +21,7 @@ from ckptctl.formats.jsonscan import short
 from ckptctl.formats.st.header import read_header
 from ckptctl.formats.state import find
 from ckptctl.formats.torchfile.read import open_torch
-from ckptctl.formats.torchtensor import aliases, tensor_of
+from ckptctl.formats.torchtensor import aliases, tensor_of, value_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +59,8 @@ class _Reading:
     files: list[File] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Tree] = field(default_factory=dict)
+    model_values: dict[str, Tree] = field(default_factory=dict)
     unsafe: list[UnsafeGlobal] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
     unsupported: list[tuple[str, str]] = field(default_factory=list)
@@ -125,6 +127,8 @@ def _checkpoint(out: _Reading, path: Path, variant: str, folder: HfFolder | None
         str(path),
         tuple(out.sources),
         out.tensors,
+        values=out.values,
+        model_values=out.model_values,
         ties=out.ties,
         facts=facts,
         files=tuple(out.files),
@@ -169,8 +173,17 @@ def _read_bin(out: _Reading, name: str) -> None:
         opened = open_torch(reader)
         found = find(opened.root, lambda tree: isinstance(tree, TensorRef))
         out.files.append(File(name, reader.nbytes))
-    number = len(out.sources)
-    out.sources.append(Source(name))
+        number = len(out.sources)
+        out.sources.append(Source(name))
+        if found.has_optimizer:
+            raise Unsupported(
+                "the file holds more than weights: an optimizer",
+                where=name,
+                why="a folder's weights are read here",
+                fix=f"give the file itself: {out.root / name}",
+            )
+        for kept, values in ((out.values, found.rest), (out.model_values, found.model_values)):
+            kept.update({n: value_of(v, n, reader, out.tensors, number) for n, v in values.items()})
     out.unsafe += [UnsafeGlobal(name, str(f.name), f.why) for f in opened.unsafe]
     out.unknown.update(str(f.name) for f in opened.unknown)
     out.unsupported += [(f"{name}: {where}", why) for where, why in opened.unsupported]

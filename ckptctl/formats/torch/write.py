@@ -38,6 +38,8 @@ class TorchTree:
     held: Mapping[tuple[str, str], Item] = field(default_factory=dict)
     fills: dict[str, Put | Region] = field(default_factory=dict)
     made: dict[tuple[Key, str], Storage] = field(default_factory=dict)
+    storages: dict[str, Storage] = field(default_factory=dict)
+    records: dict[int, Record] = field(default_factory=dict)
 
     def tensor(self, item: Item, region: Region | None = None) -> TensorRef:
         """A tensor of the target; the same source tensor twice is one storage (ties)."""
@@ -79,7 +81,7 @@ class TorchTree:
         """A storage under the next number; torch has no class for some dtypes, whose storages are then untyped."""
         typed = bool(dtype.storage)
         storage = Storage(str(len(self.fills)), dtype if typed else None, numel if typed else nbytes, nbytes=nbytes)
-        self.fills[storage.key] = fill
+        self.fills[storage.key], self.storages[storage.key] = fill, storage
         return storage
 
     def value(self, tree: Tree) -> Tree:
@@ -100,7 +102,30 @@ class TorchTree:
             return [self.value(v) for v in tree]
         if type(tree) is tuple:
             return tuple(self.value(v) for v in tree)
+        if isinstance(tree, Record):
+            return self._record(tree)
         return tree
+
+    def _record(self, tree: Record) -> Record:
+        """An object with the arrays in it as tensors. One object stays one, and may hold itself."""
+        known = self.records.get(id(tree))
+        if known is None:
+            known = Record(tree.func, how=tree.how, has_state=tree.has_state)
+            self.records[id(tree)] = known
+            known.args, known.kwargs, known.state = map(self.value, (tree.args, tree.kwargs, tree.state))
+            known.items = [self.value(v) for v in tree.items]
+            known.pairs = [(self.value(k), self.value(v)) for k, v in tree.pairs]
+        return known
+
+    def _fill(self, storage: Storage) -> Put | Region:
+        """What fills a storage that was made here. Unsupported for another: its key is a number of the source's."""
+        if self.storages.get(storage.key) is not storage:
+            raise Unsupported(
+                "a value holds tensor data in a way that is not known here",
+                why="a storage without a tensor, or a tensor more than 200 levels deep",
+                fix="leave it out of the source",
+            )
+        return self.fills[storage.key]
 
     def segments(self, tree: Tree, *, root: str = ROOT, base_index: int = 0, full: bool = True) -> list[Segment]:
         """The archive that holds the tree: pickle, storages in order of the pickle, version.
@@ -109,7 +134,7 @@ class TorchTree:
         """
         if isinstance(tree, TensorRef) and tree.offset == 0 and tree.stride == dense_strides(tree.shape, 1):
             pickle = packed_tensor_pickle(tree.dtype, tree.shape)
-            return self._archive(pickle, [self.fills[tree.storage.key]], root, base_index, full)
+            return self._archive(pickle, [self._fill(tree.storage)], root, base_index, full)
         order: list[Storage] = []
         numbers: dict[int, str] = {}
 
@@ -120,7 +145,7 @@ class TorchTree:
             return ("storage", storage_class(storage), numbers[id(storage)], "cpu", storage.numel)
 
         pickle = dump(tree, persistent)
-        return self._archive(pickle, [self.fills[s.key] for s in order], root, base_index, full)
+        return self._archive(pickle, [self._fill(s) for s in order], root, base_index, full)
 
     def _archive(
         self, pickle: bytes, fills: Sequence[Put | Region], root: str, base_index: int, full: bool

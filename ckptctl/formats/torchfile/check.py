@@ -33,12 +33,19 @@ def check_tree(tree: Tree, where: str, unsupported: list[tuple[str, str]]) -> It
             if (found := _tensor_problem(node, where, named)) is not None:
                 yield found
         elif isinstance(node, Record):
-            if why := why_unsupported(node):
+            if why := why_unsupported(node) or _over_storage(node):
                 unsupported.append((path_text(path), why))
         elif isinstance(node, Storage) and node.start_byte < 0 and node.location == "meta":
             unsupported.append((path_text(path), "a meta tensor, which has no data"))
         elif isinstance(node, Storage) and (found := storage_problem(node, where, path_text(path))) is not None:
             yield found
+
+
+def _over_storage(record: Record) -> str:
+    """What a Record is that builds on a storage in a way that is not known: its elements are anyone's guess."""
+    if not isinstance(record.args, tuple) or not any(isinstance(a, Storage) for a in record.args):
+        return ""
+    return f"what {record.cls or 'an object'} makes of stored elements is not known here"
 
 
 def storage_problem(storage: Storage, where: str, named: str) -> Damaged | None:
