@@ -78,7 +78,8 @@ def detect(path: Path) -> Evidence:
     if here is not None:
         return here
     if path.is_dir():
-        inner = [e for e in map(_quiet, _below(path)) if e is not None]
+        foreign: list[Unsupported] = []
+        inner = [e for e in (_quiet(p, foreign) for p in _below(path)) if e is not None]
         if len(inner) == 1:
             return Evidence(inner[0].format, f"{inner[0].why}, in {inner[0].path.relative_to(path)}", inner[0].path)
         if inner:
@@ -88,6 +89,8 @@ def detect(path: Path) -> Evidence:
                 why=listed + (", ..." if len(inner) > 8 else ""),
                 fix="give one of them",
             )
+        if foreign:
+            raise foreign[0]
     raise Unrecognised(
         f"no known checkpoint is at {path}",
         why=_contents(path),
@@ -103,10 +106,12 @@ def _detect_here(path: Path) -> Evidence | None:
     return None
 
 
-def _quiet(path: Path) -> Evidence | None:
+def _quiet(path: Path, foreign: list[Unsupported]) -> Evidence | None:
+    """What is at a path, None for nothing; what is known but not read yet is put on foreign."""
     try:
         return _detect_here(path)
-    except Unsupported:
+    except Unsupported as err:
+        foreign.append(err)
         return None
 
 

@@ -7,6 +7,7 @@ pickle, so the head of every chunk that is needed is read; equal pickles, of whi
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
@@ -96,6 +97,8 @@ class Heads:
                 fix="copy the file again",
                 code="data-truncated",
             )
+        if not chunks.codec and length == math.prod(chunks.size[row].tolist()) * packed(chunks.dtype).itemsize:
+            raise _safetensors(chunks.name, where)  # bare data: an archive is longer
         wanted = HEAD_NBYTES
         while True:
             head = self._head(reader, offset, length, chunks.codec, wanted, where)
@@ -119,11 +122,7 @@ class Heads:
 
     def _locate(self, head: bytes, where: str, name: str) -> tuple[int, TensorRef] | None:
         if head[:1] == b"{" or head[8:9] == b"{":
-            raise Unsupported(
-                f"{name} lies in a safetensors blob inside a .distcp file, which this version does not read",
-                where=where,
-                fix="save with the default serialization format",
-            )
+            raise _safetensors(name, where)
         if head[:2] == b"\x80\x02" and head[2:4] != b"PK":
             raise Unsupported(
                 f"{name} is an item in torch's stream format", where=where, fix="save with the default zip format"
@@ -161,6 +160,14 @@ class Heads:
             if len(self._parsed) < 4096:
                 self._parsed[pickle] = found
         return found
+
+
+def _safetensors(name: str, where: str) -> Unsupported:
+    return Unsupported(
+        f"{name} lies in safetensors inside a .distcp file, which this version does not read",
+        where=where,
+        fix="save with the default serialization format",
+    )
 
 
 def decoded_prefix(data: bytes, wanted: int, where: str) -> bytes:

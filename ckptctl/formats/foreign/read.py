@@ -67,7 +67,7 @@ SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
             "*/_CHECKPOINT_METADATA",
         ),
     ),
-    ("a ColossalAI checkpoint", lambda p: _any(p, "modeling") if _any(p, "optimizer", "lr_scheduler*") else ""),
+    ("a ColossalAI checkpoint", lambda p: _any(p, "model", "modeling") if _any(p, "optimizer", "lr_scheduler") else ""),
     ("sharded safetensors of DCP's Hugging Face writer", lambda p: _any(p, "shard-*-model-*-of-*.safetensors")),
     ("an adapter (PEFT)", lambda p: _any(p, "adapter_config.json")),
     ("a NeMo archive", lambda p: _any(p, "model_weights", "context")),
