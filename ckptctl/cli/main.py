@@ -62,9 +62,10 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _stopped()
     except BrokenPipeError:
-        # The reader of our output went away (`| head`): not an error. Nothing more may be written.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _unread()
+    except SystemExit as ended:
+        # So the parser ends a command whose output nobody reads any more.
+        return _unread() if isinstance(ended.__context__, OSError) else int(ended.code or 0)
     except (MemoryError, RecursionError) as error:
         wrapped = CkptError(
             "the input asks for more memory than there is",
@@ -98,6 +99,12 @@ def _usage(error: Exception) -> CkptError | None:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "ckptctl"
     return Usage(str(message()).rstrip("."), fix=f"see `{path} --help`")
+
+
+def _unread() -> int:
+    """The reader of our output went away (`| head`): not an error. Nothing more may be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _stopped() -> int:
