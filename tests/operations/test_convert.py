@@ -275,6 +275,9 @@ def test_tensors_that_are_not_plain_stop_a_conversion_by_name(tmp_path):
         name = path.stem.removesuffix("-value")
         for to in ("hf", "torch", "dcp"):
             error = refused("convert", path, tmp_path / "out", "--to", to)
+            if path.stem in ("conj-value", "neg-value") and to == "hf":
+                assert error["code"] == "state-not-carried"
+                continue
             assert error["code"] == "unsupported", error
             assert name in error["what"] or "inner" in error["what"], error
             assert error["why"], error

@@ -5,6 +5,7 @@ Never give it anything from fixtures/checkpoints/broken: it runs pickles (with s
 
 from __future__ import annotations
 
+import builtins
 import collections
 import io
 import math
@@ -111,6 +112,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
+        if module in ("builtins", "__builtin__") and name in ("set", "frozenset", "complex", "bytearray"):
+            return getattr(builtins, name)
         if (module, name) == ("_codecs", "encode"):
             return lambda text, encoding: text.encode(encoding)
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
