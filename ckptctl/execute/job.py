@@ -29,6 +29,7 @@ _OVERHEAD_NBYTES = 48 * MIB
 """What NumPy, ctypes, threads and their stacks take beside the buffers, measured on CPython 3.11 and rounded up."""
 _LEAST_NBYTES = 16 * MIB
 """Buffers of this size are taken however small the budget is."""
+_CHUNK_NBYTES = 256 << 10
 LEAST_EXTENT_NBYTES = 4 * MIB
 """Extents are not made smaller than this to read less."""
 _REREAD = 1.25
@@ -130,7 +131,7 @@ def sizes_of(budget: Budget, plan: Plan, coded: bool) -> Sizes:
     rest = working // 2 if coded else working
     window = min(16 * MIB, rest // 8)
     gang = rest // 2 - window
-    return Sizes(working, min(MIB, rest // 16), window, gang, gang, decoded, decoded // 2)
+    return Sizes(working, min(_CHUNK_NBYTES, rest // 16), window, gang, gang, decoded, decoded // 2)
 
 
 def gang_nbytes(budget: Budget, plan: Plan, sources: Sequence[Source]) -> int:

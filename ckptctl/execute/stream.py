@@ -117,25 +117,26 @@ class Stream:
         self._buffer = self._array.data
         self._sources, self._full = sources, full
         self._reads = Reads(sources)
-        self._start = self._used = 0
+        self._start = self._used = self._limit = 0
 
     def begin(self, start: int) -> None:
         """The next byte is the file's byte start."""
         self._start, self._used = start, 0
+        self._limit = len(self._buffer) - start % len(self._buffer)
 
     def flush(self) -> None:
         """Hand over what is in the buffer."""
         if self._used:
             self._reads.flush()
             self._full(self._start, self._buffer[: self._used])
-            self._start += self._used
-            self._used = 0
+            self.begin(self._start + self._used)
 
     def _room(self, unit: int) -> int:
         """Bytes that may be put now, whole units; flushes where none fits."""
-        if len(self._buffer) - self._used < unit:
+        if self._limit - self._used < unit:
             self.flush()
-        room = len(self._buffer) - self._used
+        # The first stretch is shorter, so that later ones begin and stop at pages of the file; but for large elements.
+        room = self._limit - self._used if self._limit - self._used >= unit else len(self._buffer) - self._used
         return room - room % unit
 
     def put(self, step: Step) -> None:

@@ -137,6 +137,9 @@ def _tensors(
     left: TensorReader, right: TensorReader, what: Comparison, found: _Found, progress: Callable[[Any], None] | None
 ) -> None:
     a, b = _named(left.checkpoint, what), _named(right.checkpoint, what)
+    for g in what.only:
+        if not any(fnmatchcase(name, g) for name, _ in (*a, *b)):
+            raise Usage(f"--only {g!r} matches no tensor of either", fix="see the names with `ckptctl ls`")
     a, b = {**a, **_tied(left.checkpoint, a, b)}, {**b, **_tied(right.checkpoint, b, a)}
     total = sum(left.checkpoint.tensors[k].nbytes for k in a.values())
     done = 0

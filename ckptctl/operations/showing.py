@@ -53,9 +53,9 @@ def select(index: object, shape: tuple[int, ...]) -> Selection:
     lo, size, steps, dropped = [], [], [], []
     for axis, (part, n) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
-            start, stop, step = part.indices(n)
-            if step < 1:
+            if part.step is not None and part.step < 1:
                 raise IndexError("steps must be positive")
+            start, stop, step = part.indices(n)
             lo.append(start)
             size.append(max(0, stop - start))
             steps.append(step)
@@ -192,7 +192,7 @@ def _text(array: npt.NDArray[Any]) -> str:
 
 def _listed(array: npt.NDArray[Any]) -> Any:
     wide = array.astype(np.float32) if array.dtype.kind not in "biufc" else array
-    return (wide.astype(object) if wide.dtype.kind != "c" else wide.astype(str)).tolist()
+    return np.asarray(wide if wide.dtype.kind != "c" else wide.astype(str)).tolist()
 
 
 def statistics(reader: TensorReader, key: Key) -> dict[str, Any]:

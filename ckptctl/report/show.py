@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -21,6 +20,6 @@ RENDERERS = {
 def show(document: dict[str, Any], *, as_json: bool, quiet: bool = False, verbose: bool = False) -> None:
     """Print a result. JSON is printed whatever quiet says: it was asked for."""
     if as_json:
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
+        sys.stdout.write(text.json_text(document) + "\n")
     elif not quiet:
         RENDERERS[document["schema"].split("/")[0]](document, verbose)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,19 @@ def nbytes(n: int | None) -> str:
     return str(n)
 
 
+def json_text(value: Any) -> str:
+    """A document as JSON in ASCII, whatever names a file holds. NaN and infinities, for which JSON has no word, are text."""
+    return json.dumps(_finite(value), indent=2, default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
 def show_error(error: CkptError, *, as_json: bool, command: str) -> None:
     """An error: what, where, why and what to do, on stderr; with as_json the document too, on stdout."""
     if as_json:
@@ -33,7 +47,7 @@ def show_error(error: CkptError, *, as_json: bool, command: str) -> None:
             "schema": f"ckptctl.{command or 'error'}/1",
             "error": {"exit_code": error.exit_code, **error.as_dict()},
         }
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json_text(document) + "\n")
     lines = [f"error[{error.code}]: {_clean(error.what)}"]
     lines += [
         f"  {label:<5}  {_clean(value)}"
@@ -149,7 +163,7 @@ def ls(d: Document, verbose: bool = False) -> None:
 def show_tensor(d: Document, verbose: bool = False) -> None:
     """The text of `show`."""
     if "value" in d:
-        sys.stdout.write(json.dumps(d["value"], indent=2, ensure_ascii=False, default=str) + "\n")
+        sys.stdout.write(json_text(d["value"]) + "\n")
         return
     _pairs(
         [

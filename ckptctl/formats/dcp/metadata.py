@@ -10,8 +10,7 @@ releases pickle TensorProperties from distributed/_shard/sharded_tensor/metadata
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from ckptctl.core.checkpoint import PathKey, UnsafeGlobal
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import Damaged, Unsafe, Unsupported
 from ckptctl.core.values import Global, Record, Tree
+from ckptctl.formats.paths import why_outside
 from ckptctl.formats.pickles.build import load
 
 if TYPE_CHECKING:
@@ -266,26 +266,19 @@ def _codec(transforms: tuple[str, ...], name: str, where: str) -> str:
 def _file(path: Tree, numbers: dict[str, int], where: str) -> int:
     number = numbers.get(path) if isinstance(path, str) else None
     if number is None:
-        safe_path(path, where)
+        _require_inside(path, where)
         number = numbers[path] = len(numbers)
     return number
 
 
-def safe_path(path: Tree, where: str) -> str:
-    """A relative path that stays inside the checkpoint, else Unsafe."""
-    if not isinstance(path, str) or not path or "\0" in path or "\\" in path:
-        _escapes(path, where)
-    pure = PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts:
-        _escapes(path, where)
-    return str(path)
-
-
-def _escapes(path: Tree, where: str) -> NoReturn:
-    raise Unsafe(
-        f"the metadata names the file {path!r}",
-        where=where,
-        why="it leads outside the checkpoint",
-        fix="do not use this checkpoint; ask who made it",
-        code="path-escapes",
-    )
+def _require_inside(path: Tree, where: str) -> None:
+    """Unsafe where a name may lead out of the checkpoint's folder."""
+    why = why_outside(path) if isinstance(path, str) else "it is no text"
+    if why:
+        raise Unsafe(
+            f"the metadata names the file {path!r}",
+            where=where,
+            why=f"{why}: it may lead outside the checkpoint",
+            fix="do not use this checkpoint; ask who made it",
+            code="path-escapes",
+        )

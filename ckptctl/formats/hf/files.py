@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.core.errors import CkptError, Damaged, MissingFact, MissingFile, Unrecognised, Unsafe
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf.config import CONFIG, read_config
-from ckptctl.formats.hf.index import Index, read_index, why_outside
+from ckptctl.formats.hf.index import Index, read_index
 from ckptctl.formats.jsonscan import short
+from ckptctl.formats.paths import why_outside
 from ckptctl.formats.st.header import StHeader, read_header
 
 if TYPE_CHECKING:

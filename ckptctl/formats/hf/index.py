@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.core.errors import CkptError, Damaged, Unsafe, Unsupported
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.jsonscan import Scan, short
+from ckptctl.formats.paths import why_outside
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -187,22 +188,6 @@ def _metadata(text: bytes, draft: _Draft) -> dict[str, Any] | None:
         draft.note("total-size-missing", "the metadata of the index is no object", f"it is {json.dumps(value)[:60]}")
         return {}
     return value
-
-
-def why_outside(name: str) -> str:
-    """Why a file name of an index, archive or metadata may lead out of the checkpoint's folder; "" where it does not.
-
-    Links are not looked at: the Hub's cache keeps every file as a link to its blobs.
-    """
-    if not name or name.endswith("/"):
-        return "it names no file"
-    if "\\" in name or "\0" in name or not name.isprintable():
-        return "it has a backslash, or a character that cannot be shown"
-    if name.startswith(("/", "~")) or name[1:2] == ":":
-        return "it is absolute"
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        return "it has a part that is empty, . or .."
-    return ""
 
 
 def index_bytes(weight_map: Mapping[str, str], total_size: int, total_parameters: int | None = None) -> bytes:

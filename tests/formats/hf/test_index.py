@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckptctl.core.errors import CkptError, Damaged, Unsafe, Unsupported
 from ckptctl.formats.hf import index as module
-from ckptctl.formats.hf.index import index_bytes, index_problems, read_index, severity, shard_names, split, why_outside
+from ckptctl.formats.hf.index import index_bytes, index_problems, read_index, severity, shard_names, split
+from ckptctl.formats.paths import why_outside
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 GOOD = {
