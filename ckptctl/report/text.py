@@ -28,7 +28,7 @@ def nbytes(n: int | None) -> str:
 
 
 def json_text(value: Any) -> str:
-    """A document as JSON in ASCII, whatever names a file holds. NaN and infinities, for which JSON has no word, are text."""
+    """A document as JSON, in ASCII whatever names it holds. NaN and infinities are text: JSON has no word for them."""
     return json.dumps(_finite(value), indent=2, default=str, allow_nan=False)
 
 
