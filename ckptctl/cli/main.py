@@ -42,22 +42,23 @@ def options(
     """Inspect, convert and compare training checkpoints, without the framework that wrote them."""
 
 
-for module in (inspect, ls, show, convert, reshard, diff):
+_COMMANDS = {module.__name__.rpartition(".")[2]: module for module in (inspect, ls, show, convert, reshard, diff)}
+for module in _COMMANDS.values():
     module.add(app)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line. Returns the exit code; a user's mistake never shows a traceback."""
-    wants_json = "--json" in argv or any(
-        k.startswith("CKPTCTL_") and k.endswith("_JSON") and v not in ("", "0", "false") for k, v in os.environ.items()
-    )
+    name = next((word for word in argv if word in _COMMANDS), "")
+    said = os.environ.get(f"CKPTCTL_{name.upper()}_JSON", "").lower()
+    wants_json = "--json" in argv or said not in ("", "0", "false", "no", "off")
     command = typer.main.get_command(app)
     try:
         code = command.main(args=list(argv), prog_name="ckptctl", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except CkptError as error:
-        text.show_error(error, as_json=wants_json, command=argv[0] if argv else "")
+        text.show_error(error, as_json=wants_json, command=name)
         return error.exit_code
     except KeyboardInterrupt:
         return _stopped()
@@ -73,11 +74,11 @@ def run(argv: Sequence[str]) -> int:
             fix="use `--memory` with a smaller value, or report this checkpoint",
             code="out-of-memory",
         )
-        text.show_error(wrapped, as_json=wants_json, command=argv[0] if argv else "")
+        text.show_error(wrapped, as_json=wants_json, command=name)
         return wrapped.exit_code
     except OSError as error:
         wrapped = CkptError(error.strerror or str(error), where=str(error.filename or ""), code="system")
-        text.show_error(wrapped, as_json=wants_json, command=argv[0] if argv else "")
+        text.show_error(wrapped, as_json=wants_json, command=name)
         return wrapped.exit_code
     except Exception as error:
         if type(error).__name__ == "Abort":
@@ -85,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
         usage = _usage(error)
         if usage is None:
             return _bug(error, wants_json)
-        text.show_error(usage, as_json=wants_json, command=argv[0] if argv else "")
+        text.show_error(usage, as_json=wants_json, command=name)
         return usage.exit_code
 
 
