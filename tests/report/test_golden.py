@@ -1,4 +1,4 @@
-"""What people and programs see, held against golden files. `pytest tests/report --update-golden` writes them anew; review the diff."""
+"""What people and programs see, held against golden files. `--update-golden` writes them anew; review the diff."""
 
 import json
 import re
