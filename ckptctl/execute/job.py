@@ -29,7 +29,6 @@ _OVERHEAD_NBYTES = 48 * MIB
 """What NumPy, ctypes, threads and their stacks take beside the buffers, measured on CPython 3.11 and rounded up."""
 _LEAST_NBYTES = 16 * MIB
 """Buffers of this size are taken however small the budget is."""
-_CHUNK_NBYTES = 256 << 10
 LEAST_EXTENT_NBYTES = 4 * MIB
 """Extents are not made smaller than this to read less."""
 _REREAD = 1.25
@@ -98,8 +97,8 @@ class Outcome:
 class Sizes:
     """The buffers of one run, in bytes. working is what all of them may take together.
 
-    chunk: a thread streams runs through one of these (small enough for a core's cache: 256 KiB to 1 MiB were equal, 4
-    MiB slower).
+    chunk: a thread streams runs through one of these, small enough for a core's cache (below 512 KiB Python's own time
+    shows).
     window: a stretch of a source that is read once and scattered. gang: the extents that are gathered together. extent:
     the largest
     one. decoded: all members kept decoded; member: the largest of those, what is larger goes to a scratch file.
@@ -131,7 +130,7 @@ def sizes_of(budget: Budget, plan: Plan, coded: bool) -> Sizes:
     rest = working // 2 if coded else working
     window = min(16 * MIB, rest // 8)
     gang = rest // 2 - window
-    return Sizes(working, min(_CHUNK_NBYTES, rest // 16), window, gang, gang, decoded, decoded // 2)
+    return Sizes(working, min(MIB, rest // 16), window, gang, gang, decoded, decoded // 2)
 
 
 def gang_nbytes(budget: Budget, plan: Plan, sources: Sequence[Source]) -> int:

@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
     from ckptctl.execute.job import Sizes
     from ckptctl.execute.journal import Done, Journal
-    from ckptctl.execute.sources import Sources
+    from ckptctl.execute.sources import Place, Sources
     from ckptctl.plan.gangs import Gang
     from ckptctl.plan.planner import Plan
 
 DIRECT_NBYTES = 1 << 20
-"""Runs from this length on are left to the kernel."""
+"""Runs from this length on are left to the kernel ..."""
+DIRECT_ALIGNMENT = 4096
+"""... where source and target lie alike in their pages. Else it copies no faster than we do, no file system can share
+the blocks, and there would be no checksum. Measured for 2 GB on ext4, with fsync: cp 1.65 s, copy_file_range 1.05 s where
+pages agree and 1.6 s where not, through memory with checksums 1.45 s."""
 _DIRECT_PIECE = 8 << 20
 _WRITE_PIECE = 4 << 20
 _NO_DIRECT = {
@@ -119,15 +123,9 @@ class Worker:
         direct = not self._shared.checks[extent.file].needs(extent)
         self._stream.begin(extent.start)
         for step in steps:
-            if (
-                direct
-                and self._shared.direct
-                and isinstance(step, Move)
-                and step.is_run
-                and step.numel * step.item >= DIRECT_NBYTES
-            ):
+            if direct and isinstance(step, Move) and (place := self._aligned(step)) is not None:
                 self._stream.flush()
-                done = self._direct(step)
+                done = self._direct(step, place)
                 direct_nbytes += done
                 self._stream.begin(step.dst + done)
                 rest = step.numel * step.item - done
@@ -173,12 +171,18 @@ class Worker:
         with shared.lock:
             return shared.checks[extent.file].add(extent, done)
 
-    def _direct(self, move: Move) -> int:
+    def _aligned(self, move: Move) -> Place | None:
+        """Where a run lies that the kernel is to copy; None where it is not to."""
+        if not (self._shared.direct and move.is_run and move.numel * move.item >= DIRECT_NBYTES):
+            return None
+        place = self._shared.sources.plain(move.source)
+        if place is None or (place.start + move.src - move.dst) % DIRECT_ALIGNMENT:
+            return None
+        return place
+
+    def _direct(self, move: Move, place: Place) -> int:
         """Let the kernel copy a run. Returns how many bytes of it, fewer where the file systems do not do that."""
         shared = self._shared
-        place = shared.sources.plain(move.source)
-        if place is None:
-            return 0
         start, nbytes, done = place.start + move.src, move.numel * move.item, 0
         if move.src < 0 or start + nbytes > place.stop:
             raise too_short(place.path, place.stop, start + nbytes)

@@ -106,6 +106,7 @@ def test_late_bytes_count_in_a_files_checksum(tmp_path):
 
 def test_a_checksum_that_is_wanted_keeps_bytes_from_the_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(work, "DIRECT_NBYTES", 1)
+    monkeypatch.setattr(work, "DIRECT_ALIGNMENT", 1)
     made, wanted = archives(tmp_path, 2)
     outcome = run(made)
     assert_archives((tmp_path / "made").read_bytes(), wanted)

@@ -123,6 +123,7 @@ def test_after_a_restart_of_the_machine_only_verified_extents_are_kept(tmp_path,
 
 def test_after_a_restart_extents_without_checksum_are_done_again(tmp_path, monkeypatch):
     monkeypatch.setattr(work, "DIRECT_NBYTES", 1)
+    monkeypatch.setattr(work, "DIRECT_ALIGNMENT", 1)
     case = stopped(tmp_path, monkeypatch, seed=17, n=70)
     held = [json.loads(line) for line in lines(tmp_path)[1:]]
     sure = sum(b - a for _, a, b, _, crc in held if crc is not None)

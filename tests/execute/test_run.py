@@ -70,6 +70,15 @@ def test_long_runs_are_copied_by_the_kernel_or_through_memory(tmp_path, monkeypa
     assert outcome.read_nbytes == len(data)
 
 
+@pytest.mark.parametrize(("header", "direct"), [(8, False), (4096, True)])
+def test_the_kernel_copies_only_where_pages_agree(tmp_path, header, direct):
+    data = random.Random(1).randbytes(3 << 20)
+    region = Region(Key("t"), BY_NAME["uint8"], (len(data),), (0,), (len(data),))
+    outcome = run(one_tensor(tmp_path, data, regions=[Put(bytes(header)), region]))
+    assert (tmp_path / "made").read_bytes() == bytes(header) + data
+    assert outcome.direct_nbytes == (len(data) if direct else 0)
+
+
 def test_asked_for_checksums_are_there_for_all_files(tmp_path):
     data = random.Random(1).randbytes(3 << 20)
     outcome = run(one_tensor(tmp_path, data), checksums=True)
