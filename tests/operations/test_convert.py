@@ -284,8 +284,8 @@ def test_tensors_that_are_not_plain_stop_a_conversion_by_name(tmp_path):
             assert not (tmp_path / "out").exists()
         found = document("inspect", path)
         assert found["kinds"]["weight"]["tensors"] >= 1
-        if path.stem in ("conj", "neg"):
-            continue
+        if path.stem.startswith(("conj", "neg")):
+            continue  # known by the tensor itself
         assert found["unsupported"], path.stem
 
 

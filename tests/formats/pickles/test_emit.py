@@ -45,8 +45,8 @@ def test_what_is_written_is_read_again(value):
     tree = load(pickle.dumps(value, 4), "f").tree
     data = dump(tree)
     assert difference(again(tree), tree) == ""
-    assert dump(again(tree)) == data
-    if not isinstance(value, (set, frozenset)):
+    if not isinstance(value, (set, frozenset)):  # equal sets may be in another order
+        assert dump(again(tree)) == data
         assert repr(unpickle(data)) == repr(value)
 
 
