@@ -1,8 +1,7 @@
 """Changing float types: round to nearest, ties to even; overflow becomes infinity, NaN stays NaN.
 
-NumPy only, block by block.
-
-bfloat16 is done on its bits: ml_dtypes' own casts hold the interpreter's lock, so threads would wait for each other.
+NumPy only, block by block. bfloat16 is done on its bits: ml_dtypes' own casts hold the interpreter's lock, so threads
+would wait for each other.
 """
 
 from __future__ import annotations

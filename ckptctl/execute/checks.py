@@ -1,7 +1,4 @@
-"""Checksums of segments and files, joined from those of extents that are written in any order.
-
-And the bytes that wait for them. Pure.
-"""
+"""Checksums of segments and files, joined from those of extents in any order, and the bytes that wait for them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Filled(NamedTuple):
 
 
 class _Want(NamedTuple):
-    """A strided move, or a part of one: the source bytes it stretches over, and the buffer it goes to. Sorted by those bytes."""
+    """A strided move, or a part of one: the source bytes it stretches over (it sorts by them), and its buffer."""
 
     source: int
     start: int
@@ -74,7 +74,7 @@ def gather(
 
 
 def _by_density(wants: list[_Want]) -> tuple[list[_Want], list[_Want]]:
-    """Moves that are read by windows, and those whose runs are picked out one by one, as a window would be mostly waste.
+    """Moves that are read by windows, and those whose runs are picked out, as a window would be mostly waste.
 
     What counts is the whole gang: columns of a matrix, each a small part of every row, may be all of it together.
     """
@@ -129,8 +129,8 @@ def _windows(wants: Iterable[_Want], limit: int) -> Iterator[tuple[list[_Want], 
 def _cut(wants: Iterable[_Want], limit: int) -> list[Iterable[_Want]]:
     """The moves as parts, in few sequences that rise by start.
 
-    Parts are half a window at most: those of neighbouring files that cover one stretch then fit a window together. Moves that are
-    small enough as they are, of which there may be thousands, make one sequence.
+    Parts are half a window at most: those of neighbouring files that cover one stretch then fit a window together.
+    Moves that are small enough as they are, of which there may be thousands, make one sequence.
     """
     small: list[_Want] = []
     out: list[Iterable[_Want]] = [small]

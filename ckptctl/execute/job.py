@@ -36,9 +36,9 @@ _REREAD = 1.25
 
 @dataclass(frozen=True)
 class Budget:
-    """memory_nbytes bounds the memory above an idle interpreter.
+    """What a run may take.
 
-    Jobs is the number of threads, 0 for one a core, at most 8.
+    memory_nbytes bounds the memory above an idle interpreter. jobs is the number of threads; 0: one a core, at most 8.
     """
 
     memory_nbytes: int = 512 * MIB
@@ -50,8 +50,8 @@ class Job:
     """One conversion: a checked plan, where its sources lie, and where its result goes.
 
     sources[i].path is relative to root ("" where root itself is the file). folder False: the plan has one file with
-    path "", which
-    becomes target itself. fingerprint is what else must be the same for --resume: options, metadata files.
+    path "", which becomes target itself. fingerprint is what else must be the same for --resume: options, metadata
+    files.
     """
 
     plan: Plan
@@ -77,10 +77,9 @@ class Outcome:
     """What a finished job did.
 
     resumed_nbytes were there from an interrupted job, direct_nbytes were copied by the kernel (both are part of the
-    result's size).
-    read_nbytes counts source bytes that were read, gaps in windows and decoded members with them. checksums holds the
-    CRC-32 of each
-    file whose bytes all passed through memory, None for others. notes are sentences for the report.
+    result's size). read_nbytes counts source bytes that were read, gaps in windows and decoded members with them.
+    checksums holds the CRC-32 of each file whose bytes all passed through memory, None for others. notes are sentences
+    for the report.
     """
 
     seconds: float
@@ -98,10 +97,9 @@ class Sizes:
     """The buffers of one run, in bytes. working is what all of them may take together.
 
     chunk: a thread streams runs through one of these, small enough for a core's cache (below 512 KiB Python's own time
-    shows).
-    window: a stretch of a source that is read once and scattered. gang: the extents that are gathered together. extent:
-    the largest
-    one. decoded: all members kept decoded; member: the largest of those, what is larger goes to a scratch file.
+    shows). window: a stretch of a source that is read once and scattered. gang: the extents that are gathered together.
+    extent: the largest one. decoded: all members kept decoded; member: the largest of those, what is larger goes to a
+    scratch file.
     """
 
     working: int
@@ -146,9 +144,8 @@ def sizes_for(job: Job, budget: Budget) -> Sizes:
 def fitted(job: Job, budget: Budget) -> Job:
     """The job with extents that fit the budget and let gangs read each stretch of a source about once.
 
-    Counted anew where they change.
-
-    What a run does with every job; a dry run takes its numbers from here, too. A fitted job is left as it is.
+    It is counted anew where they change. A run does this with every job; a dry run takes its numbers from here, too. A
+    fitted job is left as it is.
     """
     sizes = sizes_for(job, budget)
     if job.plan.extent_nbytes > sizes.extent:

@@ -1,12 +1,10 @@
 """The journal of a job: what it is, and which extents are written. JSON lines, appended one write call each.
 
-Read again by --resume.
+--resume reads it again.
 
     {"schema": ..., "tool": ..., "plan": ..., "extent_nbytes": ..., "fingerprint": {...}, "boot": ...}
-    [file, start, stop, [[segment, crc32, nbytes], ...], crc32 or null]        one an extent, after its bytes were
-    written
-    {"complete": inode}                                                         the result is whole; that inode is being
-    renamed
+    [file, start, stop, [[segment, crc32, nbytes], ...], crc32 or null]    one an extent, after its bytes were written
+    {"complete": inode}                                                    the result is whole; it is being renamed
 
 An extent's segments are those whose checksum something needs, in file order; its own checksum counts bytes that come
 late as 0.
@@ -42,7 +40,7 @@ _ENDS = 64 << 10
 class Done(NamedTuple):
     """What the journal knows of a written extent.
 
-    Checksums of segments ((segment, CRC-32, bytes), ...), and of all its bytes or None.
+    The checksums of segments ((segment, CRC-32, bytes), ...), and of all its bytes or None.
     """
 
     segments: tuple[tuple[int, int, int], ...]
@@ -121,7 +119,7 @@ def header_of(job: Job, marks: Mapping[str, Json]) -> dict[str, Json]:
 class Past:
     """What a journal tells of the job before.
 
-    Its header ({} where there is none), the written extents, and the bytes that hold them.
+    That is its header ({} where there is none), the written extents, and the bytes that hold them.
     """
 
     header: dict[str, Json] = field(default_factory=dict)

@@ -52,15 +52,13 @@ def run(
 ) -> Outcome:
     """Write a job's result under its target's name, completely, or raise and leave what is done for resume=True.
 
-    checksums: the CRC-32 of every file is wanted (some are known anyway). progress is called from this thread, about
-    ten times a
-    second. before_commit gets the finished file or folder before it has its name: what it raises, stops the commit.
+    checksums: the CRC-32 of every file is wanted (most are known anyway). progress is called from this thread, about
+    ten times a second. before_commit gets the finished file or folder before it has its name: what it raises, stops the
+    commit.
 
     Raises Usage (target there, or mixed up with the source), NoSpace, MissingFile, Damaged, Unsupported, SourceChanged
-    (on resume: another
-    job; at the end: the source was written to), Interrupted (SIGTERM), CkptError with code busy, write-failed or read-
-    failed, and
-    KeyboardInterrupt as it comes.
+    (on resume: another job; at the end: the source was written to), Interrupted (SIGTERM), CkptError with code busy,
+    write-failed or read-failed, and KeyboardInterrupt as it comes.
     """
     started = time.monotonic()
     budget = budget or Budget()

@@ -91,7 +91,7 @@ def stretch(move: Move) -> int:
 
 
 def parts(move: Move, limit: int) -> Iterator[Move]:
-    """A move as moves that each stretch over at most limit bytes of the source, in rising order; single elements may be longer."""
+    """A move as moves that stretch over at most limit bytes of the source (or are one element), in rising order."""
     reach = stretch(move)
     if reach <= limit or all(n == 1 for n in move.size):
         yield move
@@ -118,7 +118,7 @@ def _sliced(move: Move, axis: int, step: int) -> Iterator[Move]:
 
 
 def far_axes(move: Move) -> tuple[tuple[int, ...], int]:
-    """The axes whose steps leave far gaps in the source, the longest step first; and over how many bytes the others stretch.
+    """The axes whose steps leave far gaps in the source, longest first; and over how many bytes the others stretch.
 
     A gap is far where it is more than a page and more than 8 times what lies before it, or more than 64 KiB.
     """

@@ -1,9 +1,7 @@
 """The source's bytes by source number and offset, whether they lie in a file as they are or in compressed members.
 
-Nothing is written to it.
-
-A compressed member is decoded once: into memory where it is small, the longest unused going first; else into a scratch
-file of the job.
+Nothing is written to it. A compressed member is decoded once: into memory where it is small, the longest unused going
+first; else into a scratch file of the job.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import stat
 from collections import OrderedDict
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import CkptError, Damaged, NoSpace, Unsupported
 from ckptctl.execute.files import OpenFiles, read_all, too_short
@@ -52,8 +50,8 @@ class Sources:
     """Reads from the sources of a job; threads may read at once. Use as a context.
 
     sizes: bytes of each file by path relative to root, as seen at the start. decoded_nbytes and member_nbytes are
-    Sizes.decoded and .member.
-    room tells how many bytes may still be written to the disk. read_nbytes counts what was read from the source.
+    Sizes.decoded and .member. room tells how many bytes may still be written to the disk. read_nbytes counts what was
+    read from the source.
     """
 
     def __init__(
@@ -247,7 +245,8 @@ def _zstd_pieces(feed: Iterator[bytes], known: int, path: str, window_nbytes: in
     decoder = zstandard.ZstdDecompressor(max_window_size=1 << window_nbytes.bit_length() - 1)
     try:
         if known >= 0:
-            with decoder.stream_reader(_Feed(feed), read_across_frames=True, closefd=False) as reader:  # type: ignore[arg-type]
+            raw: Any = _Feed(feed)  # all that it needs of a file is read()
+            with decoder.stream_reader(raw, read_across_frames=True, closefd=False) as reader:
                 while data := reader.read(_PIECE):
                     yield data
             return

@@ -1,4 +1,4 @@
-"""Runs of a source, read into buffers with few calls; and extents that go through one small buffer from first byte to last."""
+"""Runs of a source read with few calls, and extents that go through one small buffer from first byte to last."""
 
 from __future__ import annotations
 
@@ -107,15 +107,15 @@ def repeat_into(view: memoryview, pattern: bytes, phase: int) -> None:
 class Stream:
     """One buffer through which an extent goes from its first byte to its last.
 
-    Full() is called with each filled stretch.
-
-    full(start, data): data are the file's bytes from start on, valid during the call.
+    full(start, data) is called with each filled stretch: data are the file's bytes from start on, valid during the
+    call.
     """
 
     def __init__(self, sources: Sources, nbytes: int, full: Callable[[int, memoryview], None]) -> None:
         self._array = buffer(nbytes)
         self._buffer = self._array.data
         self._sources, self._full = sources, full
+        self._staged = buffer(0)
         self._reads = Reads(sources)
         self._start = self._used = self._limit = 0
 
@@ -166,7 +166,10 @@ class Stream:
         types = carrier(move.rule.source), carrier(move.rule.target)
         while done < numel:
             n = min(numel - done, self._room(move.dst_item) // move.dst_item)
-            staged = buffer(n * move.item)
+            if n * move.item > len(self._staged):
+                # A cast reads at most four times what it makes.
+                self._staged = buffer(max(4 * len(self._buffer), n * move.item))
+            staged = self._staged[: n * move.item]
             self._sources.read(move.source, move.src + done * move.item, [staged.data], len(staged))
             target = np.ndarray((n,), types[1], self._array, self._used)
             convert(target, staged.view(types[0]), move.rule)

@@ -1,6 +1,7 @@
 """Waiting for the disk takes seconds on a busy machine, and says nothing in a test: os.fsync only counts here."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -9,5 +10,5 @@ import pytest
 def synced(monkeypatch):
     """The descriptors' targets that were synced, by path, in order."""
     seen = []
-    monkeypatch.setattr(os, "fsync", lambda fd: seen.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append(str(Path(f"/proc/self/fd/{fd}").readlink())))
     return seen

@@ -1,4 +1,4 @@
-"""Casts against NumPy, ml_dtypes and exact arithmetic: every 16-bit value, and the float32 and float64 values where rounding turns."""
+"""Casts against NumPy, ml_dtypes and exact arithmetic: every 16-bit value, and wider ones where rounding turns."""
 
 import math
 import random

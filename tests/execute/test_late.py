@@ -91,8 +91,13 @@ def test_late_bytes_count_in_a_files_checksum(tmp_path):
         return b"".join(c.to_bytes(4, "big") for c in crcs)
 
     segments = [
-        Late(8, (1, 3), make), Region(key, u1, (5000,), (100,), (4900,)), Put(b"xyz"), Fill(10, b"pq", ""), Late(4, (2,), make), Put(b"!"),
-    ]  # fmt: skip
+        Late(8, (1, 3), make),
+        Region(key, u1, (5000,), (100,), (4900,)),
+        Put(b"xyz"),
+        Fill(10, b"pq", ""),
+        Late(4, (2,), make),
+        Put(b"!"),
+    ]
     plan = Plan((OutputFile("", lambda: segments),), SourceIndex({key: tensor}, [Source("")]), extent_nbytes=999)
     outcome = run(Job(plan, check(plan), [Source("")], tmp_path / "source", tmp_path / "made", False))
     crcs = [zlib.crc32(b) for b in (data[100:], b"pqpqpqpqpq", b"xyz")]

@@ -22,22 +22,9 @@ from ckptctl.plan.check import check
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
 from tests.support.checkpoints import ROOT
-from tests.support.plans import random_case
+from tests.support.plans import random_case, stop_after
 
 PARTIAL = ".made.ckptctl-partial"
-
-
-def stop_after(monkeypatch, n, err=KeyboardInterrupt):
-    """The job fails when a worker begins its n-th gang."""
-    real, calls = work.Worker.do, []
-
-    def do(self, gang):
-        calls.append(gang)
-        if len(calls) > n:
-            raise err
-        return real(self, gang)
-
-    monkeypatch.setattr(work.Worker, "do", do)
 
 
 def stopped(tmp_path, monkeypatch, seed=16, n=5):
@@ -215,9 +202,10 @@ def test_killed_between_two_renames_brings_the_old_target_back(tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             run(case.job(tmp_path), overwrite=True)
     assert not (tmp_path / "made").exists()
-    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:
         stop_after(patch, 0)
-        run(case.job(tmp_path), overwrite=True)
+        with pytest.raises(KeyboardInterrupt):
+            run(case.job(tmp_path), overwrite=True)
     assert (tmp_path / "made" / "old").read_text() == "old"
     run(case.job(tmp_path), overwrite=True)
     assert case.found(tmp_path) == case.wanted
@@ -227,7 +215,7 @@ CHILD = textwrap.dedent("""
     import os, random, sys, time
     from pathlib import Path
     from ckptctl.execute import Budget, run, work
-    from tests.support.plans import random_case
+    from tests.support.plans import random_case, stop_after
 
     folder, seed, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     os.fsync = lambda fd: None
@@ -259,7 +247,7 @@ def child(tmp_path, seed, pause=0.002):
 
 
 def forked(case, tmp_path, rng):
-    """A child that writes slowly and in halves, so that a kill finds half-written extents. It is killed at some moment."""
+    """A child that writes slowly and in halves, so that a kill finds half-written extents; killed at some moment."""
     pid = os.fork()
     if not pid:
         real = os.pwrite

@@ -7,6 +7,7 @@ import resource
 import threading
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,7 +210,7 @@ def test_what_before_commit_raises_stops_the_commit(tmp_path):
 
 def test_a_target_that_turns_up_meanwhile_is_not_replaced(tmp_path):
     case = random_case(7)
-    with pytest.raises(Usage, match="already there|turned up"):
+    with pytest.raises(Usage, match=r"already there|turned up"):
         run(case.job(tmp_path), before_commit=lambda _: (tmp_path / "made").write_text("mine"))
     assert (tmp_path / "made").read_text() == "mine"
 
@@ -318,7 +319,7 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     real = os.preadv
 
     def preadv(fd, views, at):
-        if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "source"):
+        if Path(f"/proc/self/fd/{fd}").readlink() == tmp_path / "source":
             raise OSError(5, "Input/output error")
         return real(fd, views, at)
 
@@ -370,7 +371,7 @@ def test_thousands_of_sources_need_few_descriptors(tmp_path):
     files = tuple(OutputFile(str(i), lambda: segments) for i in range(20))
     plan = Plan(files, SourceIndex(tensors, sources), extent_nbytes=700)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
+    used = len(list(Path("/proc/self/fd").iterdir()))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 160, hard))
     try:
         run(Job(plan, check(plan), sources, root, tmp_path / "made", True), Budget(jobs=4))
@@ -378,7 +379,7 @@ def test_thousands_of_sources_need_few_descriptors(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     wanted = b"".join(bytes([i % 251]) * 3 for i in range(n))
     assert {p.read_bytes() for p in (tmp_path / "made").iterdir()} == {wanted}
-    assert len(os.listdir("/proc/self/fd")) == used
+    assert len(list(Path("/proc/self/fd").iterdir())) == used
 
 
 def test_a_cast_of_integers_is_unsupported(tmp_path):

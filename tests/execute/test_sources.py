@@ -1,9 +1,10 @@
-"""Sources: ranges of files, and zstd members small, large, cut off and broken. zstandard makes them, the test's own bytes judge."""
+"""Sources: ranges of files, and zstd members small, large, cut off and broken, made by zstandard."""
 
 import os
 import random
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from threading import Event, Thread
 
 import pytest
@@ -21,14 +22,15 @@ from ckptctl.execute.stream import Reads
 from ckptctl.plan.check import check
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
+from tests.support.plans import stop_after
 
 U1 = BY_NAME["uint8"]
 
 
-def opened(tmp_path, sources, *, decoded=1 << 20, member=1 << 19, room=1 << 30):
+def opened(tmp_path, sources, *, decoded=1 << 20, member=1 << 19, room=lambda: 1 << 30):
     (tmp_path / "scratch").mkdir(exist_ok=True)
     sizes = {s.path: (tmp_path / s.path).stat().st_size for s in sources}
-    return Sources(tmp_path, sources, sizes, tmp_path / "scratch", decoded, member, lambda: room)
+    return Sources(tmp_path, sources, sizes, tmp_path / "scratch", decoded, member, room)
 
 
 def read(sources, number, start, n):
@@ -137,9 +139,9 @@ def test_broken_members_are_damaged(tmp_path, how, known):
     else:
         size += 1 if how == "more" else -1
     (tmp_path / "f").write_bytes(packed)
-    with opened(tmp_path, [Source("f", codec="zstd", decoded_nbytes=size if known else -1)]) as sources:
-        with pytest.raises(Damaged) as err:
-            read(sources, 0, 0, 10)
+    source = Source("f", codec="zstd", decoded_nbytes=size if known else -1)
+    with opened(tmp_path, [source]) as sources, pytest.raises(Damaged) as err:
+        read(sources, 0, 0, 10)
     assert (err.value.code, err.value.where) == ("compressed-corrupt", str(tmp_path / "f"))
 
 
@@ -151,21 +153,23 @@ def test_a_bomb_stops_at_its_named_size_or_the_free_space(tmp_path, known):
     (tmp_path / "f").write_bytes(packed)
     assert len(packed) < 40_000
     source = Source("f", codec="zstd", decoded_nbytes=known)
-    with opened(tmp_path, [source], room=30 << 20) as sources, pytest.raises(CkptError) as err:
-        sources_room = [30 << 20]
-        sources._room = lambda: sources_room[0] - sum(p.stat().st_size for p in (tmp_path / "scratch").iterdir())
+
+    def used():
+        return sum(p.stat().st_size for p in (tmp_path / "scratch").iterdir())
+
+    with opened(tmp_path, [source], room=lambda: (30 << 20) - used()) as sources, pytest.raises(CkptError) as err:
         read(sources, 0, 0, 10)
     assert isinstance(err.value, Damaged if known > 0 else NoSpace)
-    assert sum(p.stat().st_size for p in (tmp_path / "scratch").iterdir()) <= 62 << 20
+    assert used() <= 30 << 20
 
 
 def test_a_frame_that_wants_too_much_memory_is_unsupported(tmp_path):
     how = zstandard.ZstdCompressionParameters.from_level(3, window_log=27)
     packed = zstandard.ZstdCompressor(compression_params=how).compressobj()
     (tmp_path / "f").write_bytes(packed.compress(random.Random(1).randbytes(1000)) + packed.flush())
-    with opened(tmp_path, [Source("f", codec="zstd", decoded_nbytes=1000)]) as sources:
-        with pytest.raises(Unsupported, match="more memory") as err:
-            read(sources, 0, 0, 10)
+    source = Source("f", codec="zstd", decoded_nbytes=1000)
+    with opened(tmp_path, [source]) as sources, pytest.raises(Unsupported, match="more memory") as err:
+        read(sources, 0, 0, 10)
     assert "--memory" in err.value.fix
 
 
@@ -198,11 +202,10 @@ def test_a_job_over_members_is_stopped_and_resumed(tmp_path, monkeypatch):
     made, wanted = member_job(tmp_path, [10, 30_000, 200_000, 0, 90_000])
     sizes = job.Sizes(1 << 20, 1000, 4000, 20_000, 1 << 20, 100_000, 50_000)
     monkeypatch.setattr(job, "sizes_of", lambda *_: sizes)
-    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-        from tests.execute.test_resume import stop_after
-
+    with monkeypatch.context() as patch:
         stop_after(patch, 20)
-        run(made, Budget(jobs=1))
+        with pytest.raises(KeyboardInterrupt):
+            run(made, Budget(jobs=1))
     assert run(made, resume=True).resumed_nbytes == 20 * 5000
     assert (tmp_path / "made").read_bytes() == wanted
 
@@ -229,18 +232,21 @@ def test_neighbours_are_read_at_once_and_far_bytes_are_not(tmp_path):
         assert [(c[1], c[3]) for c in calls] == [(0, 4010), (500_000, 31_100), (600_000, 10)]
 
 
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_open_files_stay_few_and_those_in_use_stay_open(tmp_path):
     for i in range(20):
         (tmp_path / str(i)).write_bytes(bytes([i]))
-    before = len(os.listdir("/proc/self/fd"))
-    with OpenFiles(os.O_RDONLY, limit=4) as files:
-        with files.use(str(tmp_path / "0")) as held:
-            for i in range(20):
-                with files.use(str(tmp_path / str(i))) as fd:
-                    assert os.pread(fd, 9, 0) == bytes([i])
-                assert len(os.listdir("/proc/self/fd")) <= before + 5
-            assert os.pread(held, 9, 0) == b"\0"
-    assert len(os.listdir("/proc/self/fd")) == before
+    before = descriptors()
+    with OpenFiles(os.O_RDONLY, limit=4) as files, files.use(str(tmp_path / "0")) as held:
+        for i in range(20):
+            with files.use(str(tmp_path / str(i))) as fd:
+                assert os.pread(fd, 9, 0) == bytes([i])
+            assert descriptors() <= before + 5
+        assert os.pread(held, 9, 0) == b"\0"
+    assert descriptors() == before
 
 
 def test_memory_is_given_out_up_to_its_size():

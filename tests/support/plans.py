@@ -1,4 +1,4 @@
-"""Random plans with the bytes they must make, and jobs over files that hold their sources. The product never imports this."""
+"""Random plans with the bytes they must make, and jobs over files of their sources. The product never imports this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.output import Fill, OutputFile, Put, Region
 from ckptctl.core.tensor import Key, Piece, PieceTable, Source, Tensor, dense_strides
-from ckptctl.execute import Job
+from ckptctl.execute import Job, work
 from ckptctl.plan.check import check
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
@@ -139,3 +139,16 @@ def random_segments(rng, tensors, arrays):
             segments.append(Region(key, dtype, shape, lo, size, crc=crc))
             data += np.ascontiguousarray(array[tuple(slice(x, x + m) for x, m in zip(lo, size, strict=True))]).tobytes()
     return segments, bytes(data)
+
+
+def stop_after(monkeypatch, n, err=KeyboardInterrupt):
+    """The job fails when a worker begins its n-th gang."""
+    real, calls = work.Worker.do, []
+
+    def do(self, gang):
+        calls.append(gang)
+        if len(calls) > n:
+            raise err
+        return real(self, gang)
+
+    monkeypatch.setattr(work.Worker, "do", do)
