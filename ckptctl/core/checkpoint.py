@@ -54,6 +54,8 @@ class Optimizer:
     keyed: str = "names"
     options: Mapping[str, Tree] = field(default_factory=dict)
     """What stands in the optimizer's dict beside state and param_groups."""
+    unnamed: str = ""
+    """Why parameters have no names but numbers (`#0`, `#1`, ...); "" where they have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,10 @@ def find(root: Tree, is_leaf: IsLeaf) -> Found:
     if model_key is not None:
         found.model_path = (*prefix, model_key)
         _collect(root[model_key], "", found.model, found.model_values, is_leaf)
+    elif _is_bare_optimizer(root):
+        found.optimizer_path = prefix
+        _optimizer(root, found, is_leaf)
+        return found
     elif optimizer_key is None and not any(is_leaf(v) for v in root.values()):
         # A state dict nested by module: every tensor is the model's, and nothing else is there to be told apart.
         values: dict[str, Tree] = {}
@@ -98,6 +102,14 @@ def find(root: Tree, is_leaf: IsLeaf) -> Found:
         else:
             found.rest[str(key)] = value
     return found
+
+
+def _is_bare_optimizer(root: Mapping[Any, Tree]) -> bool:
+    """Whether it is optimizer.state_dict() by itself."""
+    groups = root.get("param_groups")
+    if not isinstance(root.get("state"), Mapping) or not isinstance(groups, (list, tuple)):
+        return False
+    return all(isinstance(g, Mapping) and "params" in g for g in groups)
 
 
 def _holds_tensors(value: Tree, is_leaf: IsLeaf) -> bool:
@@ -258,15 +270,23 @@ def named_states(
     `order` (a list of names
     that the user gives), by names that the groups record (`param_names`), or where exactly one assignment of the
     model's order fits
-    every shape of every group; else MissingFact.
+    every shape of every group; else they stay numbers, and the optimizer says why (`unnamed`).
+
+    Raises Damaged for groups that contradict themselves; MissingFact for an order that does not fit.
     """
     ids = [p for g in found.groups for p in _members(g)]
     keyed = "integers" if any(isinstance(p, int) for p in (*ids, *found.states)) else "names"
     names: dict[PathKey, str] = {}
+    unnamed = ""
+    by_id = found.states
     if keyed == "integers":
-        names = _names_of_ids(found, shapes, where, order)
+        # DCP joins keys to names, so that numbers come back as text there.
+        by_id = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in found.states.items()}
+        named = _names_of_ids(found, by_id, shapes, where, order)
+        names = named if isinstance(named, dict) else {i: f"#{i}" for i in (*ids, *by_id)}
+        unnamed = named if isinstance(named, str) else ""
     states: dict[tuple[str, str], Tree] = {}
-    for key, entry in found.states.items():
+    for key, entry in by_id.items():
         name = names.get(key, str(key))
         if keyed == "integers" and key not in names:
             raise Damaged(
@@ -280,7 +300,8 @@ def named_states(
         groups.append(Group(tuple(names.get(p, str(p)) for p in _members(g)), options))
     _once([n for g in groups for n in g.params], where)
     scalars = {k: v for k, v in states.items() if not (isinstance(v, Leaf) and hasattr(v, "shape"))}
-    return Optimizer(tuple(groups), scalars, not found.flat_optimizer, keyed, found.optimizer_options), states
+    known = not found.flat_optimizer
+    return Optimizer(tuple(groups), scalars, known, keyed, found.optimizer_options, unnamed), states
 
 
 def _members(group: Mapping[str, Tree]) -> list[PathKey]:
@@ -301,36 +322,40 @@ def _once(members: list[str], where: str) -> None:
 
 
 def _names_of_ids(
-    found: Found, shapes: Mapping[str, tuple[int, ...]], where: str, order: Sequence[str]
-) -> dict[PathKey, str]:
+    found: Found,
+    states: Mapping[PathKey, dict[str, Tree]],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
+    order: Sequence[str],
+) -> dict[PathKey, str] | str:
+    """The name of each number, or why there is none."""
     recorded: dict[PathKey, str] = {}
     for g in found.groups:
         members, given = _members(g), g.get("param_names")
         if isinstance(given, (list, tuple)) and len(given) == len(members):
             recorded.update(zip(members, map(str, given), strict=True))
-    groups = [list(_members(g)) for g in found.groups] or [sorted(k for k in found.states if isinstance(k, int))]
+    groups = [list(_members(g)) for g in found.groups] or [sorted(k for k in states if isinstance(k, int))]
     ids = [p for g in groups for p in g]
     if len(recorded) == len(ids):
         return recorded
     if order:
-        return _given_order(ids, order, found, shapes, where)
-    wanted = [[_shape_of(found.states.get(p), shapes) for p in g] for g in groups]
+        return _given_order(ids, order, states, shapes, where)
+    if not shapes:
+        return "there is no model beside it"
+    wanted = [[_shape_of(states.get(p)) for p in g] for g in groups]
     assigned = _interleavings(list(shapes.values()), wanted)
     if assigned is None or isinstance(assigned, str):
-        reason = assigned or "no order of the model's parameters fits the shapes of the optimizer's state"
-        raise MissingFact(
-            "the optimizer's state is keyed by numbers, and which parameter each one means is not in the file",
-            where=where,
-            why=reason,
-            fix="give the names in the optimizer's order, a name a line: --param-order FILE",
-            code="param-order",
-        )
+        return assigned or "no order of the model's parameters fits the shapes of the optimizer's state"
     by_position = list(shapes)
     return {groups[g][i]: by_position[at] for at, (g, i) in assigned.items()}
 
 
 def _given_order(
-    ids: list[PathKey], order: Sequence[str], found: Found, shapes: Mapping[str, tuple[int, ...]], where: str
+    ids: list[PathKey],
+    order: Sequence[str],
+    states: Mapping[PathKey, dict[str, Tree]],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
 ) -> dict[PathKey, str]:
     if len(order) != len(ids) or len(set(order)) != len(order):
         raise MissingFact(
@@ -341,7 +366,7 @@ def _given_order(
         )
     names = dict(zip(ids, order, strict=True))
     for p, name in names.items():
-        shape = _shape_of(found.states.get(p), shapes)
+        shape = _shape_of(states.get(p))
         if name not in shapes or (shape is not None and shape != shapes[name]):
             raise MissingFact(
                 f"--param-order: parameter {p} is {name}, whose shape is {shapes.get(name)}, but its state has {shape}",
@@ -351,7 +376,7 @@ def _given_order(
     return names
 
 
-def _shape_of(entry: Mapping[str, Tree] | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+def _shape_of(entry: Mapping[str, Tree] | None) -> tuple[int, ...] | None:
     """The shape of a parameter by its state; None where there is none, or only scalars."""
     found = [tuple(v.shape) for k, v in (entry or {}).items() if k != "step" and hasattr(v, "shape")]
     return found[0] if found and all(s == found[0] for s in found) else None

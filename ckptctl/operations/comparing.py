@@ -21,7 +21,14 @@ from ckptctl.core.values import Array, Tree
 from ckptctl.names import head_and_embedding, is_tied
 from ckptctl.operations.content import WEIGHT_CHOICES
 from ckptctl.operations.inspecting import plain
-from ckptctl.operations.opening import Reading, open_checkpoint, require_plain, require_safe, require_tensors
+from ckptctl.operations.opening import (
+    Reading,
+    open_checkpoint,
+    require_names,
+    require_plain,
+    require_safe,
+    require_tensors,
+)
 from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
 
 if TYPE_CHECKING:
@@ -75,7 +82,7 @@ def diff(
     what = what or Comparison()
     if what.weights not in WEIGHT_CHOICES:
         raise Usage(f"--weights {what.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
-    sides = [_opened(p, reading) for p in (a, b)]
+    sides = [_opened(p, reading, what) for p in (a, b)]
     if sides[0].facts.config is None or sides[1].facts.config is None:
         facts = sides[0].facts if sides[0].facts.config is not None else sides[1].facts
         sides = [replace(s, facts=facts) for s in sides]
@@ -98,11 +105,13 @@ def diff(
     }
 
 
-def _opened(path: Path | str, reading: Reading | None) -> Checkpoint:
+def _opened(path: Path | str, reading: Reading | None, what: Comparison) -> Checkpoint:
     checkpoint, _ = open_checkpoint(path, reading)
     require_safe(checkpoint)
     require_tensors(checkpoint)
     require_plain(checkpoint)
+    if what.optimizer:
+        require_names(checkpoint)
     return checkpoint
 
 

@@ -9,7 +9,7 @@ without a word.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from ckptctl.core.tensor import Key, Tensor
 from ckptctl.core.values import Record, Tree, holds_array
 from ckptctl.formats.target import Content, Item, Line
 from ckptctl.names import absent_head, head_and_embedding, is_tied
+from ckptctl.operations.opening import require_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,12 +71,12 @@ def check_flags(wanted: Conversion) -> None:
         )
 
 
-def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Line]]:
+def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = False) -> tuple[Content, list[Line]]:
     """The tensors and values to write, and the report's lines about them.
 
     Raises StateNotCarried where the target has no place for states and --no-optimizer is not given; Unsupported for
-    tensors that
-    cannot be moved; MissingFact where nothing is left.
+    tensors that cannot be moved; MissingFact where nothing is left, or state has numbers and no names. own_names: the
+    target keeps the source's own names, so that none are needed.
     """
     lines: list[Line] = []
     weights = _weights(source, wanted, lines)
@@ -89,6 +90,8 @@ def content_of(source: Checkpoint, wanted: Conversion) -> tuple[Content, list[Li
         lines += [Line("other tensors", "dropped", f"{len(held)} tensors: --no-optimizer")] if held else []
         held = {}
     keep = not wanted.no_optimizer and wanted.to != "hf"
+    if source.optimizer is not None and ((keep and not own_names) or wanted.trainable_only):
+        require_names(source)
     if keep:
         _movable(states.values())
         states = _selected_states(states, weights, source, wanted, lines)
@@ -212,11 +215,12 @@ def _movable(items: object) -> None:
 
 def _refuse_losing(source: Checkpoint, wanted: Conversion, states: Mapping[tuple[str, str], Item]) -> None:
     kinds = sorted({kind for _, kind in states if kind != "step"})
+    kinds += [n for n, v in source.values.items() if part_of(n) == "other" and holds_array(v)]
     if kinds and not wanted.no_optimizer:
         raise StateNotCarried(
             f"a Hugging Face folder has no place for the training state ({', '.join(kinds)})",
             where=source.root,
-            why=f"{len(states)} tensors of it would be lost",
+            why=f"{len(states)} tensors of it would be lost" if states else "the tensors in it would be lost",
             fix="add --no-optimizer to let it go, or convert to torch or dcp, which keep it",
         )
 
@@ -245,7 +249,7 @@ def _selected_groups(
     have = set(weights) | {name for name, _ in states}
     groups = tuple(type(g)(tuple(p for p in g.params if p in have), g.options) for g in optimizer.groups)
     scalars = {k: v for k, v in optimizer.scalars.items() if k[0] in have}
-    return Optimizer(groups, scalars, optimizer.order_known, optimizer.keyed, optimizer.options)
+    return replace(optimizer, groups=groups, scalars=scalars)
 
 
 def _dropped(source: Checkpoint, states: Mapping[tuple[str, str], Item], wanted: Conversion, lines: list[Line]) -> None:
@@ -367,6 +371,6 @@ def _collapsed(
         out.add(pair[0])
         lines.append(Line("tied weights", "carried", f"{pair[0]} is {pair[1]} (tie_word_embeddings), stored once"))
     for alias, owner in source.ties.items():
-        if alias in weights and alias not in out and wanted.to == "hf":
+        if alias in weights and owner in weights and alias not in out and wanted.to == "hf":
             lines.append(Line("tied weights", "filled", f"{alias} has a copy of {owner}: no config ties them"))
     return frozenset(out)

@@ -118,7 +118,7 @@ def reshard(
             raise Usage(f"{flag} does not apply to {source.format}", fix=f"leave {flag} out")
     wanted = Conversion(source.format, dp=dp, tp=tp, max_shard_size=max_shard_size or "5GB")
     check_flags(wanted)
-    content, lines = content_of(source, wanted)
+    content, lines = content_of(source, wanted, own_names=True)
     ranks = dp or source.layout.get("world_size") or 1
     choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), ranks, own_names=source.format == "dcp")
     planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))

@@ -48,7 +48,7 @@ def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool =
         "unsafe": [{"file": u.file, "global": u.name, "why": u.why} for u in checkpoint.unsafe],
         "unknown_globals": list(checkpoint.unknown_globals),
         "unsupported": [{"what": w, "why": y} for w, y in checkpoint.unsupported],
-        "warnings": list(checkpoint.warnings),
+        "warnings": [*checkpoint.warnings, *_unnamed(checkpoint)],
         "files": [{"path": f.path, "bytes": f.nbytes, "role": f.role} for f in checkpoint.files],
     }
     if tensors:
@@ -114,8 +114,11 @@ def _state(checkpoint: Checkpoint) -> dict[str, str]:
     }
     groups = bool(checkpoint.optimizer and checkpoint.optimizer.groups)
 
+    unnamed = bool(checkpoint.optimizer and checkpoint.optimizer.unnamed)
+
     def share(names: set[str]) -> str:
-        return "absent" if not names else "present" if names >= weights else "partial"
+        enough = len(names) >= len(weights) if unnamed else names >= weights
+        return "absent" if not names else "present" if enough else "partial"
 
     return {
         "weights": share(weights),
@@ -148,10 +151,18 @@ def _groups(checkpoint: Checkpoint) -> list[Document]:
     ]
 
 
+def _unnamed(checkpoint: Checkpoint) -> list[str]:
+    """A word where state is keyed by numbers that mean nothing by themselves."""
+    why = checkpoint.optimizer.unnamed if checkpoint.optimizer else ""
+    return (
+        [f"the optimizer's parameters have numbers and no names: {why}; --param-order FILE gives them"] if why else []
+    )
+
+
 def _frozen(checkpoint: Checkpoint) -> list[str]:
     """Weights without state, where the others have some."""
     updated = {k.name for k in checkpoint.tensors if is_state(k) and k.kind not in ("master", "ema", "other")}
-    if not updated:
+    if not updated or (checkpoint.optimizer and checkpoint.optimizer.unnamed):
         return []
     return [
         k.name

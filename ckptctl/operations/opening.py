@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptctl import formats
 from ckptctl.core.checkpoint import Checkpoint, Facts
-from ckptctl.core.errors import Damaged, MissingFile, Unrecognised, Unsafe, Unsupported, Usage
+from ckptctl.core.errors import Damaged, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported, Usage
 
 _CONFIG_LIMIT = 64 << 20
 
@@ -162,6 +162,18 @@ def require_plain(checkpoint: Checkpoint) -> None:
         what, why = checkpoint.unsupported[0]
         raise Unsupported(
             f"{what} cannot be moved", where=checkpoint.root, why=why, fix="save it as a plain dense tensor"
+        )
+
+
+def require_names(checkpoint: Checkpoint) -> None:
+    """MissingFact where the optimizer's state is keyed by numbers, and which parameters they mean is in no file."""
+    if checkpoint.optimizer is not None and checkpoint.optimizer.unnamed:
+        raise MissingFact(
+            "the optimizer's state is keyed by numbers, and which parameter each one means is not in the file",
+            where=checkpoint.root,
+            why=checkpoint.optimizer.unnamed,
+            fix="give the names in the optimizer's order, a name a line: --param-order FILE",
+            code="param-order",
         )
 
 

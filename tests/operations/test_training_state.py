@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import ckptctl
-from tests.support.checkpoints import ckpt, digest, truth, truth_config
+from ckptctl.formats.pickles.build import load
+from ckptctl.formats.pickles.emit import dump
+from tests.support.checkpoints import ckpt, digest, run_torch, truth, truth_config
+from tests.support.commands import ckptctl as ckptctl_command
 from tests.support.commands import document, good, refused
 from tests.support.format_suite import all_digests, digest_of, tree_bytes, weights_in
 from tests.support.plain import Plain, dcp_folder, nested, torch_tree
@@ -244,6 +247,106 @@ def test_where_several_ways_fit_it_stops_and_names_the_flag(groups, shapes, tmp_
     error = refused("convert", path, tmp_path / "out", "--to", "torch")
     assert (error["code"], "--param-order" in error["fix"]) == ("param-order", True)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_needs_no_names_does_not_ask_for_them(tmp_path):
+    path, model = keyed(tmp_path, [["q.weight", "v.weight", "norm"]], shapes=ALIKE)
+    done = ckptctl_command("inspect", path, "--json")
+    found = done.json
+    assert found["kinds"]["exp_avg"]["tensors"] == 3
+    assert found["frozen"] == []
+    assert "--param-order" in found["warnings"][0]
+    assert {t["name"] for t in document("ls", path, "--kind", "exp_avg")["tensors"]} == {"#0", "#1", "#2"}
+    good("convert", path, tmp_path / "hf", "--to", "hf", "--no-optimizer")
+    assert set(weights_in(tmp_path / "hf", "hf")) == set(model)
+    good("convert", path, tmp_path / "t", "--to", "torch", "--no-optimizer")
+    assert document("diff", path, path)["equal"]
+    for words in (["diff", path, path, "--optimizer"], ["convert", path, tmp_path / "x", "--to", "hf", "--trainable-only", "--no-optimizer"]):
+        assert refused(*words)["code"] == "param-order"
+
+
+def raw_dcp(path, order):
+    """A DCP folder of model.state_dict() and optimizer.state_dict() as they are: numbers in a path are text there."""
+    model = {n: arange(*s, start=10 * i) for i, (n, s) in enumerate(ALIKE.items())}
+    items = {("model", n): v for n, v in model.items()}
+    for number, name in enumerate(order):
+        items[("optimizer", "state", str(number), "exp_avg")] = model[name] + np.float32(0.5)
+    items[("optimizer", "param_groups", 0, "params")] = list(range(len(order)))
+    items[("optimizer", "param_groups", 0, "lr")] = 0.1
+    return dcp_save(path, items), model
+
+
+def test_numbers_of_a_dcp_folder_become_names(tmp_path):
+    path, model = raw_dcp(tmp_path / "run", list(ALIKE))
+    good("convert", path, tmp_path / "t", "--to", "torch")
+    optimizer = torch_tree(tmp_path / "t")["optimizer"]
+    assert optimizer["param_groups"] == [{"lr": 0.1, "params": list(ALIKE)}]
+    for name, entry in optimizer["state"].items():
+        np.testing.assert_array_equal(entry["exp_avg"].numbers(), model[name] + np.float32(0.5))
+
+
+def test_the_order_of_a_dcp_folder_is_that_of_its_paths(tmp_path):
+    """Items stand in the order of the ranks that wrote them; taking it for the model's would swap q, k and v unseen."""
+    path, model = raw_dcp(tmp_path / "run", list(ALIKE))
+    loaded = load((path / ".metadata").read_bytes(), ".metadata").tree
+    state = loaded.state["state_dict_metadata"]
+    loaded.state["state_dict_metadata"] = dict(reversed(state.items()))
+    (path / ".metadata").write_bytes(dump(loaded))
+    good("convert", path, tmp_path / "t", "--to", "torch")
+    for name, entry in torch_tree(tmp_path / "t")["optimizer"]["state"].items():
+        np.testing.assert_array_equal(entry["exp_avg"].numbers(), model[name] + np.float32(0.5))
+
+
+def test_reshard_needs_no_names(tmp_path):
+    path, _ = raw_dcp(tmp_path / "run", ["q.weight", "v.weight", "norm"])
+    assert refused("convert", path, tmp_path / "t", "--to", "torch")["code"] == "param-order"
+    good("reshard", path, tmp_path / "out", "--dp", "3")
+    was, now = dcp_folder(path), dcp_folder(tmp_path / "out")
+    assert (now.items, now.paths) == (was.items, was.paths)
+
+
+RAW = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=sys.argv[1], no_dist=True)
+torch.save({n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}, sys.argv[2])
+"""
+
+
+@pytest.mark.real
+def test_a_raw_optimizer_that_torch_saved_keeps_its_names(tmp_path):
+    run_torch(RAW, tmp_path / "run", tmp_path / "truth.pt")
+    good("convert", tmp_path / "run", tmp_path / "t", "--to", "torch")
+    want = torch_tree(tmp_path / "truth.pt")
+    got = torch_tree(tmp_path / "t")["optimizer"]["state"]
+    assert {n: e["exp_avg"].data for n, e in got.items()} == {n: t.data for n, t in want.items()}
+
+
+def test_an_optimizer_by_itself_is_one(tmp_path):
+    """`optimizer.pt`: its moments must not pass for weights."""
+    for tree in (adamw([0], {0: arange(2)}), {"optimizer": adamw([0], {0: arange(2)})}, adamw(["a"], {"a": arange(2)})):
+        path = torch_save(tmp_path / "optimizer.pt", tree)
+        found = document("inspect", path)
+        assert set(found["kinds"]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert found["state"]["weights"] == "absent"
+        for words in (["--to", "torch"], ["--to", "hf", "--no-optimizer"]):
+            assert refused("convert", path, tmp_path / "out", *words)["code"] == "no-tensors"
+
+
+def test_optimizers_under_names_of_their_own_are_not_lost(tmp_path):
+    model = {"a": arange(2)}
+    one = adamw(["a"], model)
+    for extra in ({"optimizers": [one, one]}, {"optimizer_g": one}, {"ema": {"a": arange(2)}}):
+        path = torch_save(tmp_path / "x.pt", {"model": model, **extra})
+        error = refused("convert", path, tmp_path / "out", "--to", "hf")
+        assert (error["code"], next(iter(extra)) in error["what"]) == ("state-not-carried", True)
+        good("convert", path, tmp_path / "t", "--to", "torch", "--overwrite")
+        assert set(torch_tree(tmp_path / "t")) == {"model", *extra}
 
 
 def test_an_order_that_the_shapes_do_not_allow_is_refused(tmp_path):

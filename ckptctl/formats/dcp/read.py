@@ -6,7 +6,7 @@ Reads `.metadata`, byte items and heads of items; no tensor data.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,7 +127,8 @@ class _Folder:
         """
         root: dict[PathKey, Tree] = {}
         paths = self.index.paths or without_paths(self.index.items)
-        for name in self.index.items:
+        # The paths keep the order in which the state was saved; the items are in that of the ranks that wrote them.
+        for name in [*(n for n in paths if n in self.index.items), *(n for n in self.index.items if n not in paths)]:
             path = paths.get(name) or (name,)
             at = root
             for key in path[:-1]:
@@ -166,7 +167,7 @@ class _Folder:
             if isinstance(value, Leaf):
                 self.add(Key(name, kind), value)
         scalars = {k: v for k, v in states.items() if not isinstance(v, Leaf)}
-        return Optimizer(optimizer.groups, scalars, optimizer.order_known, optimizer.keyed, optimizer.options)
+        return replace(optimizer, scalars=scalars)
 
     def value(self, name: str, tree: Tree) -> Tree:
         """A value with the small tensors inside it read.

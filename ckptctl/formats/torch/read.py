@@ -8,6 +8,7 @@ Shapes taken: a state dict; `{model|state_dict|..., optimizer|optim|..., ...}`, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Facts, File, Group, Optimizer, UnsafeGlobal
@@ -116,7 +117,7 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
             Group(g.params, {k: value(f"param_groups.{k}", v) for k, v in g.options.items()}) for g in optimizer.groups
         )
         options = {k: value(f"optimizer.{k}", v) for k, v in optimizer.options.items()}
-        optimizer = Optimizer(groups, scalars, optimizer.order_known, optimizer.keyed, options)
+        optimizer = replace(optimizer, groups=groups, scalars=scalars, options=options)
     return Checkpoint(
         "torch",
         opened.variant,
@@ -145,7 +146,7 @@ def _optimizer(found: Found, ties: dict[str, str], tensors: dict[Key, Tensor], w
         if isinstance(value, TensorRef):
             tensors[Key(name, kind)] = tensor_of(Key(name, kind), value, 0)
     scalars = {k: v for k, v in states.items() if not isinstance(v, TensorRef)}
-    return Optimizer(optimizer.groups, scalars, optimizer.order_known, optimizer.keyed, optimizer.options)
+    return replace(optimizer, scalars=scalars)
 
 
 def _step(
