@@ -2,10 +2,11 @@
 
 run(job, budget)        writes a job's result
 space(job)              what it needs on the disk, and what is free
-gang_nbytes(...)        the budget of plan.gangs that a run takes, for plan.reread_factor
+fitted(job, budget)     the job as a run takes it: extents cut to the budget
+reread(job, budget)     how often strided stretches of the source will be read
 """
 
-from ckptctl.execute.job import Budget, Job, Outcome, Progress, fitted, gang_nbytes, reread
+from ckptctl.execute.job import Budget, Job, Outcome, Progress, fitted, reread
 from ckptctl.execute.local import run, space
 
-__all__ = ["Budget", "Job", "Outcome", "Progress", "fitted", "gang_nbytes", "reread", "run", "space"]
+__all__ = ["Budget", "Job", "Outcome", "Progress", "fitted", "reread", "run", "space"]

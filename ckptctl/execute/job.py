@@ -131,11 +131,6 @@ def sizes_of(budget: Budget, plan: Plan, coded: bool) -> Sizes:
     return Sizes(working, min(MIB, rest // 16), window, gang, gang, decoded, decoded // 2)
 
 
-def gang_nbytes(budget: Budget, plan: Plan, sources: Sequence[Source]) -> int:
-    """What a run of a fitted plan gives to plan.gangs: for the dry run's re-read factor."""
-    return sizes_of(budget, plan, any(sources[n].codec for n in used_sources(plan))).gang
-
-
 def sizes_for(job: Job, budget: Budget) -> Sizes:
     """How a budget is shared out for a job."""
     return sizes_of(budget, job.plan, any(job.sources[n].codec for n in used_sources(job.plan)))

@@ -67,6 +67,8 @@ class Sources:
         self._root, self._sources, self._sizes, self._scratch = root, sources, sizes, scratch
         self._decoded_nbytes, self._member_nbytes, self._room = decoded_nbytes, member_nbytes, room
         self.files = OpenFiles(os.O_RDONLY)
+        self.go_on: Callable[[], None] = lambda: None
+        """Called now and then while a member is decoded: it may raise."""
         self.read_nbytes = 0
         self._count = Lock()
         self._decoding = Lock()
@@ -159,6 +161,7 @@ class Sources:
         out, path, total = -1, self._scratch / str(number), 0
         try:
             for data in _zstd_pieces(self._feed(place), known, place.path, max(_WINDOW, self._member_nbytes // 2)):
+                self.go_on()
                 total += len(data)
                 if 0 <= known < total:
                     raise _corrupt(place.path, f"it decodes to more than the {known} bytes that its metadata names")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 def require_apart(target: Path, root: Path, files: Iterable[Path]) -> None:
     """Usage where target is the source, lies in it, or holds it or one of its files (links followed)."""
+    if target.name in ("", ".."):
+        raise Usage("the target has no name", where=str(target), fix="name a file or folder that is to be made")
     goal, source = Path(os.path.realpath(target)), Path(os.path.realpath(root))
     if goal == source:
         raise Usage(
@@ -174,10 +176,11 @@ class Partial:
 
     def read(self) -> bytes:
         """The journal's bytes."""
-        data, at = b"", 0
+        pieces, at = [], 0
         while piece := os.pread(self.fd, 1 << 20, at):
-            data, at = data + piece, at + len(piece)
-        return data
+            pieces.append(piece)
+            at += len(piece)
+        return b"".join(pieces)
 
     def clear(self) -> None:
         """Start anew: nothing but an empty journal is left."""

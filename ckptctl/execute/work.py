@@ -78,6 +78,7 @@ class Shared:
         self.memory = Memory(sizes.buffers, self.stop)
         self.direct = hasattr(os, "copy_file_range") and not checksums
         self.lock = Lock()
+        sources.go_on = self.go_on
         self.done_nbytes = self.direct_nbytes = 0
 
     def count(self, nbytes: int, direct: bool = False) -> None:

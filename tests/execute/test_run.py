@@ -226,6 +226,14 @@ def test_source_and_target_must_be_apart(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "source"]
 
 
+@pytest.mark.parametrize("name", ["", "/", "..", "x/.."])
+def test_a_target_without_a_name_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    made = random_case(7).job(tmp_path / "below")
+    with pytest.raises(Usage):
+        run(replace(made, target=Path(name)), overwrite=True)
+
+
 def test_a_source_file_linked_from_inside_the_target_is_not_replaced(tmp_path):
     case = random_case(7)
     made = case.job(tmp_path)

@@ -210,6 +210,22 @@ def test_a_job_over_members_is_stopped_and_resumed(tmp_path, monkeypatch):
     assert (tmp_path / "made").read_bytes() == wanted
 
 
+def test_decoding_stops_with_the_job(tmp_path):
+    (tmp_path / "f").write_bytes(frames(bytes(50 << 20)))
+    with opened(tmp_path, [Source("f", codec="zstd", decoded_nbytes=50 << 20)]) as sources:
+        calls = []
+
+        def go_on():
+            calls.append(1)
+            if len(calls) == 3:
+                raise Stopped
+
+        sources.go_on = go_on
+        with pytest.raises(Stopped):
+            read(sources, 0, 0, 10)
+    assert len(calls) == 3
+
+
 def test_neighbours_are_read_at_once_and_far_bytes_are_not(tmp_path):
     data = random.Random(1).randbytes(1 << 20)
     (tmp_path / "f").write_bytes(data)
