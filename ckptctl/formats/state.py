@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
-from ckptctl.core.checkpoint import Group, Optimizer, PathKey, part_of
+from ckptctl.core.checkpoint import OTHER, WEIGHTS, Group, Optimizer, PathKey, part_of
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.values import Array, Record, Tree
 
@@ -45,6 +45,8 @@ class Leaf(Protocol):
 
 EMA_KEYS = ("ema", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "ema_params")
 """Averaged copies of the weights: never taken for the model itself."""
+TAKEN_KINDS = (*WEIGHTS, OTHER, "file")
+"""Kinds of tensors that are no optimizer's: a state of that name would stand in a weight's place."""
 IsLeaf = Callable[[Tree], bool]
 
 
@@ -80,28 +82,84 @@ def find(root: Tree, is_leaf: IsLeaf) -> Found:
     if model_key is not None:
         found.model_path = (*prefix, model_key)
         _collect(root[model_key], "", found.model, found.model_values, is_leaf)
+        _refuse_lists(found.model_values, is_leaf)
     elif _is_bare_optimizer(root):
         found.optimizer_path = prefix
         _optimizer(root, found, is_leaf)
         return found
     elif optimizer_key is None and not any(is_leaf(v) for v in root.values()):
         # A state dict nested by module: every tensor is the model's, and nothing else is there to be told apart.
+        averaged = {k: v for k, v in root.items() if k in EMA_KEYS and _holds_tensors(v, is_leaf)}
         values: dict[str, Tree] = {}
-        _collect(root, "", found.model, values, is_leaf)
-        if found.model:
-            found.rest.update({k: v for k, v in root.items() if k in values})
+        _collect({k: v for k, v in root.items() if k not in averaged}, "", found.model, values, is_leaf)
+        if found.model or averaged:
+            found.rest.update({_text(k): v for k, v in root.items() if k in values or k in averaged})
+            _refuse_more_optimizers(found.rest)
             return found
+    is_plain = all(is_leaf(v) for v in root.values())  # a state dict may well have a buffer called `step`
     for key, value in root.items():
-        if key == model_key:
+        if model_key is not None and key == model_key:
             continue
-        if key == optimizer_key:
+        if optimizer_key is not None and key == optimizer_key:
             found.optimizer_path = (*prefix, key)
             _optimizer(value[0] if isinstance(value, (list, tuple)) else value, found, is_leaf)
-        elif bare and is_leaf(value) and part_of(str(key)) == "other":
-            found.model[str(key)] = value
+        elif bare and is_leaf(value) and (is_plain or part_of(_text(key)) == "other"):
+            _put(found.model, _text(key), value)
         else:
-            found.rest[str(key)] = value
+            _put(found.rest, _text(key), value)
+    _refuse_more_optimizers(found.rest)
     return found
+
+
+def _text(key: object) -> str:
+    """A key of a dict as a name."""
+    return key if isinstance(key, str) else str(key)
+
+
+def _put(into: dict[str, Tree], name: str, value: Tree) -> None:
+    """Add under a name. Unsupported where two keys would have one name: one of the two would be lost."""
+    if name in into:
+        raise Unsupported(
+            f"two entries of the file would both be called {name!r}",
+            why="its dicts have keys that differ only by type, or by where their dots stand",
+            fix="rename one of them where the file is made",
+            code="duplicate-name",
+        )
+    into[name] = value
+
+
+def _refuse_lists(values: Mapping[str, Tree], is_leaf: IsLeaf) -> None:
+    """Unsupported for tensors in lists of a model's dict: they have no names there."""
+    for name, value in values.items():
+        if isinstance(value, (list, tuple)) and any(is_leaf(v) or _holds_tensors(v, is_leaf) for v in value):
+            raise Unsupported(
+                f"the model's dict holds a list of tensors ({name})",
+                why="tensors in a list have no names",
+                fix="save a dict of names instead",
+            )
+
+
+def _refuse_more_optimizers(rest: Mapping[str, Tree]) -> None:
+    """Unsupported for a second optimizer: its moments would pass for values that a target may let go."""
+    for name, value in rest.items():
+        inner = (
+            list(value)
+            if isinstance(value, (list, tuple))
+            else list(value.values())
+            if isinstance(value, Mapping)
+            else []
+        )
+        if _has_groups(value) or any(map(_has_groups, inner)):
+            raise Unsupported(
+                f"the file holds more than one optimizer, or one under a name that is not known ({name})",
+                why=f"known names are {', '.join(OPTIMIZER_KEYS)}",
+                fix="this version carries one model with one optimizer: save them apart",
+            )
+
+
+def _has_groups(value: Tree) -> bool:
+    """Whether it is what optimizer.state_dict() gives."""
+    return isinstance(value, Mapping) and "state" in value and "param_groups" in value
 
 
 def _is_bare_optimizer(root: Mapping[Any, Tree]) -> bool:
@@ -190,7 +248,9 @@ def _collect(
     while stack:
         at, inner = stack.pop(0)
         for key, value in inner.items():
-            name = f"{at}.{key}" if at else str(key)
+            name = f"{at}.{key}" if at else _text(key)
+            if name in tensors or name in values:
+                _put(tensors, name, value) if name in tensors else _put(values, name, value)
             if is_leaf(value):
                 tensors[name] = value
             elif isinstance(value, Mapping) and any(True for _ in _leaves(value, is_leaf)):
@@ -293,6 +353,12 @@ def named_states(
                 f"the optimizer has state for parameter {key}, which no group lists", where=where, code="optimizer-ids"
             )
         for kind, value in entry.items():
+            if kind in TAKEN_KINDS:
+                raise Unsupported(
+                    f"the optimizer calls a state of {name} {kind!r}, a word for the model's own tensors here",
+                    where=where,
+                    fix="leave the optimizer out, or save that state under another name",
+                )
             states[name, kind] = value
     groups = []
     for g in found.groups:

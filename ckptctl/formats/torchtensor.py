@@ -164,7 +164,10 @@ def value_of(tree: Tree, path: str, reader: ByteSource, tensors: dict[Key, Tenso
     def convert(ref: TensorRef, where: str) -> Tree:
         if ref.dtype.nbytes(ref.shape) <= VALUE_LIMIT and not (ref.conj or ref.neg):
             return read_array(ref, reader)
-        key = Key(where, "other")
+        key, again = Key(where, "other"), 1
+        while key in tensors:  # dotted paths may meet: {"w.x": a, "w": {"x": b}}
+            again += 1
+            key = Key(f"{where}#{again}", "other")
         tensors[key] = tensor_of(key, ref, source)
         return Held(key.name, key.kind)
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckptctl.core.checkpoint import MASTER, WEIGHTS, Checkpoint, is_state, part_of
+from ckptctl.core.checkpoint import MASTER, OTHER, WEIGHTS, Checkpoint, is_state, part_of
+from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import Key, Tensor
@@ -93,6 +94,7 @@ def diff(
         if what.optimizer:
             _steps(left, right, what, found)
             _groups(sides[0], sides[1], found)
+            _scalars(sides[0], sides[1], what, found)
     if what.state:
         _values(sides[0], sides[1], found)
     return {
@@ -125,7 +127,9 @@ def _named(checkpoint: Checkpoint, what: Comparison) -> dict[tuple[str, str], Ke
         if key.kind in WEIGHTS:
             master = Key(key.name, MASTER)
             out[key.name, "weight"] = master if what.weights == "master" and master in checkpoint.tensors else key
-        elif what.optimizer and is_state(key) and key.kind not in ("step", "other", "file"):
+        elif (what.state and key.kind == OTHER) or (
+            what.optimizer and is_state(key) and key.kind not in ("step", OTHER, "file")
+        ):
             out[key.name, key.kind] = key
     return {k: v for k, v in out.items() if not what.only or any(fnmatchcase(k[0], g) for g in what.only)}
 
@@ -222,13 +226,32 @@ def _steps(left: TensorReader, right: TensorReader, what: Comparison, found: _Fo
             found.add(name, "step", "value", f"{a[name]} and {b[name]}")
 
 
-def _step_numbers(reader: TensorReader) -> dict[str, float | None]:
+def _step_numbers(reader: TensorReader) -> dict[str, Any]:
     checkpoint = reader.checkpoint
     out = {k.name: scalar(reader, k) for k in checkpoint.tensors if k.kind == "step"}
     for (name, kind), value in (checkpoint.optimizer.scalars if checkpoint.optimizer else {}).items():
         if kind == "step":
             out[name] = as_number(value)
     return out
+
+
+def _scalars(a: Checkpoint, b: Checkpoint, what: Comparison, found: _Found) -> None:
+    """What is no tensor in a parameter's state, and the optimizer's own keys beside its groups."""
+    sides = []
+    for side in (a, b):
+        optimizer = side.optimizer
+        items = {k: _comparable(v) for k, v in (optimizer.scalars if optimizer else {}).items() if k[1] != "step"}
+        own = dict(_leaves(optimizer.options)) if optimizer else {}
+        sides.append({**items, **{(name, "optimizer"): value for name, value in own.items()}})
+    left, right = sides
+    for name in [*left, *(n for n in right if n not in left)]:
+        if what.only and not any(fnmatchcase(name[0], g) for g in what.only):
+            continue
+        if name not in right or name not in left:
+            found.add(*name, "only-in-a" if name in left else "only-in-b")
+        elif not _alike(left[name], right[name]):
+            found.add(*name, "value", f"{str(left[name])[:60]} and {str(right[name])[:60]}")
+        found.compared[name[1]] += 1
 
 
 def _groups(a: Checkpoint, b: Checkpoint, found: _Found) -> None:
@@ -259,7 +282,11 @@ def _groups(a: Checkpoint, b: Checkpoint, found: _Found) -> None:
 def _settings(checkpoint: Checkpoint) -> dict[str, Document]:
     if checkpoint.optimizer is None:
         return {}
-    return {name: {k: plain(v) for k, v in g.options.items()} for g in checkpoint.optimizer.groups for name in g.params}
+    return {
+        name: {k: _comparable(v) for k, v in g.options.items()}
+        for g in checkpoint.optimizer.groups
+        for name in g.params
+    }
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -272,8 +299,8 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _values(a: Checkpoint, b: Checkpoint, found: _Found) -> None:
-    """Scheduler, counters and random state, leaf by leaf."""
-    left, right = (dict(_leaves({k: v for k, v in c.values.items() if part_of(k) != "other"})) for c in (a, b))
+    """Scheduler, counters, random state and whatever else is carried, leaf by leaf."""
+    left, right = (dict(_leaves({**c.values, "model": dict(c.model_values)})) for c in (a, b))
     for name in [*left, *(n for n in right if n not in left)]:
         part = part_of(name.split(".")[0])
         if name not in right or name not in left:
@@ -298,7 +325,8 @@ def _leaves(tree: Mapping[Any, Tree], prefix: str = "") -> list[tuple[str, Any]]
 def _comparable(value: Tree) -> Any:
     """A leaf for comparing: arrays by their bytes, whatever library pickled them."""
     if isinstance(value, Array):
-        return ["array", *value.shape, value.data.hex()]
+        kind = value.dtype if value.dtype in BY_NAME else np.dtype(value.dtype).name
+        return ["array", kind, *value.shape, value.data.hex()]
     if isinstance(value, (list, tuple)):
         return [_comparable(v) for v in value]
     return plain(value)

@@ -78,6 +78,9 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
     tensors that cannot be moved; MissingFact where nothing is left, or state has numbers and no names. own_names: the
     target keeps the source's own names, so that none are needed.
     """
+    keep = not wanted.no_optimizer and wanted.to != "hf"
+    if (keep and not own_names) or wanted.trainable_only:
+        require_names(source)
     lines: list[Line] = []
     weights = _weights(source, wanted, lines)
     states = {
@@ -89,9 +92,6 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
         _refuse_losing(source, wanted, {**states, **held})
         lines += [Line("other tensors", "dropped", f"{len(held)} tensors: --no-optimizer")] if held else []
         held = {}
-    keep = not wanted.no_optimizer and wanted.to != "hf"
-    if source.optimizer is not None and ((keep and not own_names) or wanted.trainable_only):
-        require_names(source)
     if keep:
         _movable(states.values())
         states = _selected_states(states, weights, source, wanted, lines)
@@ -137,7 +137,7 @@ def _chosen(name: str, wanted: Conversion) -> bool:
 def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[str, Item]:
     out: dict[str, Item] = {}
     left, masters, untrained = 0, 0, 0
-    updated = {k.name for k in source.tensors if is_state(k)}
+    updated = _updated(source)
     for key, tensor in source.tensors.items():
         if key.kind not in WEIGHTS:
             continue
@@ -160,19 +160,24 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
             code="no-tensors",
         )
     _movable(out.values())
-    casts: Counter[str] = Counter()
+    casts: Counter[tuple[str, str]] = Counter()
     for item in out.values():
         if item.dtype.name != item.tensor.dtype.name:
-            casts[f"{item.tensor.dtype.name} -> {item.dtype.name}"] += 1
+            casts[item.tensor.dtype.name, item.dtype.name] += 1
+    small = sum(i.dtype.name.startswith("float") and not i.dtype.is_float for i in out.values())
     nbytes = sum(i.nbytes for i in out.values())
     taken = f"{len(out)} tensors, {nbytes} bytes"
     if wanted.weights == "master":
         taken += f"; {masters} masters, {len(out) - masters} weights as stored"
     if casts:
-        how = ", ".join(f"{n} cast {pair}, rounded to nearest even" for pair, n in casts.items())
+        how = ", ".join(f"{n} cast {a} -> {b}, {_how(a, b)}" for (a, b), n in casts.items())
         lines.append(Line("weights", "converted", f"{taken}; {how}"))
     else:
         lines.append(Line("weights", "carried", taken))
+    if small and wanted.dtype != "source":
+        lines.append(
+            Line("weights", "carried", f"{small} tensors of less than 16 bits keep their type: --dtype is not for them")
+        )
     if left:
         lines.append(Line("weights", "dropped", f"{left} tensors, left out by --only or --exclude"))
     if untrained:
@@ -188,6 +193,34 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
             )
         lines.append(Line("quantization", "carried", f"{source.quantized}: packed tensors are copied byte for byte"))
     return out
+
+
+def _updated(source: Checkpoint) -> set[str]:
+    """Weights that the optimizer updates: those with state, and the other names of the same weight."""
+    out = {k.name for k in source.tensors if is_state(k) and k.kind != OTHER}
+    pairs = list(source.ties.items())
+    pair = tied_pair(source, {k.name: k for k in source.tensors if k.kind in WEIGHTS})
+    for alias, owner in [*pairs, *([pair] if pair else [])]:
+        if alias in out or owner in out:
+            out |= {alias, owner, *(a for a, o in pairs if o == owner)}
+    return out
+
+
+_EXACT = {
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("bfloat16", "float64"),
+    ("float16", "float64"),
+    ("float32", "float64"),
+}
+
+
+def _how(source: str, target: str) -> str:
+    """What a cast does to values."""
+    if (source, target) in _EXACT:
+        return "exact"
+    beyond = ", values beyond its range become infinite" if target == "float16" else ""
+    return f"rounded to nearest even{beyond}"
 
 
 def _unmatched(source: Checkpoint, wanted: Conversion) -> None:
@@ -324,7 +357,7 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
             Line(
                 "values among the weights",
                 fate,
-                ", ".join(list(source.model_values)[:4]) + (": no tensors" if wanted.to == "hf" else ""),
+                ", ".join(list(source.model_values)[:4]) + (": not weights" if wanted.to == "hf" else ""),
             )
         )
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl import __version__
-from ckptctl.core.errors import Unsupported, Usage
+from ckptctl.core.errors import NoSpace, Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run, space
 from ckptctl.formats.target import Choices, Content, Line, Written
@@ -73,6 +74,7 @@ def convert(
     check_flags(wanted)
     running = running or Running()
     budget = _budget(running)
+    _require_apart(running, Path(src), Path(dst))
     source, evidence = _opened(src, reading)
     content, lines = content_of(source, wanted)
     choices = Choices(
@@ -106,6 +108,7 @@ def reshard(
     """
     running = running or Running()
     budget = _budget(running)
+    _require_apart(running, Path(src), Path(dst))
     source, evidence = _opened(src, reading)
     if source.format not in RESHARDED:
         raise Unsupported(
@@ -181,6 +184,25 @@ def _planned(
     fingerprint: dict[str, str],
 ) -> Planned:
     """Lay out, plan and check. Nothing is written."""
+    try:
+        return _checked(content, lines, to, choices, dst, budget, fingerprint)
+    except RecursionError as err:
+        raise Unsupported(
+            "a value of the training state is nested too deep, or holds itself",
+            where=content.source.root,
+            fix="leave it out where the checkpoint is made; --no-optimizer lets scheduler, random state, counters go",
+        ) from err
+
+
+def _checked(
+    content: Content,
+    lines: list[Line],
+    to: str,
+    choices: Choices,
+    dst: Path,
+    budget: Budget,
+    fingerprint: dict[str, str],
+) -> Planned:
     source = content.source
     written: Written = import_module(f"ckptctl.formats.{to}.write").write(content, choices)
     tensors = {**source.tensors, **written.tensors}
@@ -191,6 +213,7 @@ def _planned(
     require_equal_copies(content, index, budget)
     casts = frozenset(Cast(i.tensor.dtype.name, i.dtype.name) for i in items if i.tensor.dtype.name != i.dtype.name)
     plan = Plan(written.files, index, casts, _extent_nbytes(budget))
+    _require_possible(plan, dst)
     totals = check(plan)
     job = fitted(Job(plan, totals, sources, Path(source.root), dst, written.folder, fingerprint), budget)
     spent = account(tensors, sources, _sizes(source), {i.key for i in items} | set(written.tensors), source.ties)
@@ -206,6 +229,37 @@ def _sizes(source: Checkpoint) -> dict[str, int]:
 def _extent_nbytes(budget: Budget) -> int:
     """Extents small enough that several fit the budget with their windows."""
     return max(1 << 20, min(EXTENT_NBYTES, budget.memory_nbytes // 16))
+
+
+def _require_possible(plan: Plan, dst: Path) -> None:
+    """NoSpace for a result larger than the whole disk, before it is planned: an expanded tensor may claim any size."""
+    need = sum(f.nbytes for f in plan.files)
+    place = next(p for p in (dst.absolute(), *dst.absolute().parents) if p.exists())
+    total = shutil.disk_usage(place).total
+    if need > total:
+        raise NoSpace(
+            "the result would be larger than the disk",
+            where=str(dst),
+            why=f"it has {need} bytes, the disk {total}",
+            fix="check the shapes with `ckptctl ls`; choose another disk",
+        )
+
+
+def _require_apart(running: Running, src: Path, dst: Path) -> None:
+    """Usage where --report or --plan-out would overwrite source or target, or cannot be written."""
+    for flag, given in (("--report", running.report), ("--plan-out", running.plan_out)):
+        if given is None:
+            continue
+        path = Path(given).resolve()
+        for what, other in (("source", src.resolve()), ("target", dst.resolve())):
+            if path == other or other in path.parents:
+                raise Usage(f"{flag} {given} lies in the {what}", fix="name a file elsewhere")
+        if path.is_dir() or not path.parent.is_dir():
+            raise Usage(
+                f"{flag} {given} cannot be written",
+                why="its folder is not there, or it is a folder itself",
+                fix="name a file in a folder that is there",
+            )
 
 
 def _run(

@@ -5,7 +5,6 @@ Any box of any tensor, whatever pieces hold it, by the planner and the executor'
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,16 +90,15 @@ def typed(data: Bytes, tensor: Tensor) -> npt.NDArray[Any]:
     return data.view(dtype) if dtype.itemsize == tensor.dtype.itemsize else data
 
 
-def scalar(reader: TensorReader, key: Key) -> float | None:
-    """The number of a one-element tensor, None where it has more."""
-    tensor = reader.checkpoint.tensors[key]
-    return float(reader.array(key).reshape(-1)[0]) if math.prod(tensor.shape) == 1 else None
+def scalar(reader: TensorReader, key: Key) -> int | float | bytes:
+    """The number of a one-element tensor, exactly; the bytes of one that has more, or less."""
+    array = reader.array(key)
+    number: int | float = array.reshape(-1)[0].item() if array.size == 1 else 0
+    return number if array.size == 1 else array.tobytes()
 
 
-def as_number(value: Tree) -> float | None:
-    """A step among the values as a number."""
-    if isinstance(value, (int, float)):
-        return float(value)
+def as_number(value: Tree) -> Tree:
+    """A step among the values as a number, where it is one."""
     if isinstance(value, Array) and value.dtype in BY_NAME and len(value.data) == BY_NAME[value.dtype].itemsize:
-        return float(np.frombuffer(value.data, BY_NAME[value.dtype].numpy)[0])
-    return None
+        return np.frombuffer(value.data, BY_NAME[value.dtype].numpy)[0].item()
+    return value

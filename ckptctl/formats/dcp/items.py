@@ -175,18 +175,20 @@ def decoded_prefix(data: bytes, wanted: int, where: str) -> bytes:
     import zstandard
 
     decoder = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data)
-    out = b""
+    parts: list[bytes] = []
+    held = 0
     try:
-        while len(out) < wanted:
-            got = decoder.read(wanted - len(out))
+        while held < wanted:
+            got = decoder.read(min(wanted - held, 1 << 20))
             if not got:
                 break
-            out += got
+            parts.append(got)
+            held += len(got)
     except zstandard.ZstdError as err:
         raise Damaged(
             "an item is no zstd frame", where=where, why=str(err), fix="copy the file again", code="archive-truncated"
         ) from err
-    return out
+    return b"".join(parts)
 
 
 class LazyTable(Sequence[PieceTable]):

@@ -21,7 +21,6 @@ from ckptctl.core.checkpoint import (
     Optimizer,
     PathKey,
     UnsafeGlobal,
-    part_of,
 )
 from ckptctl.core.dtype import DType, packed
 from ckptctl.core.errors import CkptError, Damaged, Unsupported
@@ -35,7 +34,7 @@ from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, find, named
 from ckptctl.formats.torchtensor import VALUE_LIMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 _RANK_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
 
@@ -66,6 +65,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         folder.add(Key(name), leaf)
     optimizer = folder.optimizer(found, hints) if found.has_optimizer else None
     rest = {name: folder.value(name, tree) for name, tree in found.rest.items()}
+    model_values = {name: folder.value(f"model.{name}", tree) for name, tree in found.model_values.items()}
     config = rest.get("config")
     facts = (
         Facts.of(plain(config), f"{path.name} (config)")
@@ -80,7 +80,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         folder.tensors,
         optimizer,
         rest,
-        found.model_values,
+        model_values,
         facts=facts,
         layout={"world_size": folder.world_size()},
         step=folder.step(rest, found),
@@ -107,8 +107,41 @@ class _Folder:
         self.keys: dict[str, Key] = {}
         self.unsafe: list[UnsafeGlobal] = list(self.index.unsafe)
         self.unknown: set[str] = set()
+        self._require_apart()
         self.leaves = {n: Leaf(n, c.dtype, c.shape) for n, c in self.index.items.items() if isinstance(c, Chunks)}
         self.values = {n: self._object(item) for n, item in self.index.items.items() if isinstance(item, ByteItem)}
+
+    def _require_apart(self) -> None:
+        """Damaged where two items share bytes: one of them is then not what it is said to be.
+
+        Items as safetensors all name the start of their common blob; they are told apart later.
+        """
+        cut = [c for c in self.index.items.values() if isinstance(c, Chunks)]
+        whole = [c for c in self.index.items.values() if isinstance(c, ByteItem)]
+        columns = [
+            np.concatenate([*(getattr(c, name) for c in cut), np.array([getattr(c, name) for c in whole], np.int64)])
+            for name in ("file", "offset", "length")
+        ]
+        order = np.lexsort((columns[1], columns[0]))
+        file, offset, length = (c[order] for c in columns)
+        meet = (file[1:] == file[:-1]) & (offset[:-1] + length[:-1] > offset[1:]) & (length[1:] > 0)
+        for row in np.flatnonzero(meet).tolist():
+            if self._is_blob(int(file[row]), int(offset[row])):
+                continue
+            raise Damaged(
+                "two items of the metadata share bytes of a file",
+                where=self.index.files[int(file[row])],
+                why=f"one is at bytes {offset[row]} to {offset[row] + length[row]}, another from {offset[row + 1]} on",
+                fix="copy the metadata again",
+                code="overlap",
+            )
+
+    def _is_blob(self, file: int, offset: int) -> bool:
+        try:
+            reader = self.files.get(file)
+            return reader.read(offset, min(9, reader.nbytes - offset))[8:] == b"{"
+        except CkptError:
+            return False
 
     def _object(self, item: ByteItem) -> Tree:
         tree, opened = read_object(item, self.files)
@@ -141,7 +174,15 @@ class _Folder:
                         code="metadata-damaged",
                     )
                 at = inner
-            at[path[-1]] = self.leaves[name] if name in self.leaves else self.values[name]
+            if path[-1] in at:
+                raise Damaged(
+                    f"{name} has the path of another item", where=NAME, why=f"it is {path}", code="metadata-damaged"
+                )
+            leaf = self.leaves.get(name)
+            if leaf is None:
+                at[path[-1]] = self.values[name]
+            else:  # settings of a group are values, whatever holds them: a learning rate may be a tensor
+                at[path[-1]] = self.value(name, leaf) if _is_setting(path) else leaf
         return _lists(root)
 
     def add(self, key: Key, leaf: Leaf) -> None:
@@ -166,8 +207,9 @@ class _Folder:
         for (name, kind), value in states.items():
             if isinstance(value, Leaf):
                 self.add(Key(name, kind), value)
-        scalars = {k: v for k, v in states.items() if not isinstance(v, Leaf)}
-        return replace(optimizer, scalars=scalars)
+        scalars = {k: self.value(".".join(k), v) for k, v in states.items() if not isinstance(v, Leaf)}
+        options = {k: self.value(f"optimizer.{k}", v) for k, v in optimizer.options.items()}
+        return replace(optimizer, scalars=scalars, options=options)
 
     def value(self, name: str, tree: Tree) -> Tree:
         """A value with the small tensors inside it read.
@@ -175,7 +217,8 @@ class _Folder:
         Larger ones become tensors of kind other, and Held in the tree.
         """
         if isinstance(tree, Leaf):
-            if tree.dtype.nbytes(tree.shape) > VALUE_LIMIT:
+            chunks = self.index.items[tree.name]
+            if tree.dtype.nbytes(tree.shape) > VALUE_LIMIT or (isinstance(chunks, Chunks) and len(chunks.offset) != 1):
                 self.add(Key(name, "other"), tree)
                 return Held(name)
             return self.array(tree)
@@ -238,28 +281,61 @@ class _Folder:
         return tuple(out)
 
 
+def _is_setting(path: tuple[PathKey, ...]) -> bool:
+    """Whether an item is a setting of a param group, nested or flat."""
+    return "param_groups" in path or (isinstance(path[-1], str) and path[-1].startswith("param_groups."))
+
+
 def without_paths(names: Iterable[str]) -> dict[str, tuple[PathKey, ...]]:
-    """Paths for an index that has none (planner_data absent).
+    """Paths for an index that has none (planner_data absent), by an optimizer's usual keys and the names of its state.
 
-    Cut after a model's or an optimizer's usual key, where every name has one.
-
-    A name cannot be cut at its other dots: parameters have dots of their own. Where one name has no such key, all stand
-    by themselves.
+    A name cannot be cut at its dots: parameters have dots of their own. Whether `model.` is a key of the state or the
+    first word of every parameter is told by the optimizer, which has the parameters' names too. {} where there is no
+    optimizer: every name then stands by itself. Unsupported where that would make moments into weights.
     """
+    every = list(names)
+    wrapper = _wrapper(every)
+    inner = {n: n[len(wrapper) :] for n in every}
+    heads = {n: r.partition(".")[0] for n, r in inner.items()}
+    rests = {n: r.partition(".")[2] for n, r in inner.items()}
+    optimizers = {
+        h for n, h in heads.items() if h in OPTIMIZER_KEYS and rests[n].startswith(("state.", "param_groups."))
+    }
+    if len(optimizers) != 1:
+        looks = next(
+            (n for n in every if ".param_groups." in n or n.endswith((".exp_avg", ".exp_avg_sq", ".momentum_buffer"))),
+            None,
+        )
+        if looks is not None:
+            raise Unsupported(
+                f"the metadata has no paths (planner_data), and which names are the model's cannot be told ({looks})",
+                where=NAME,
+                fix="save with torch's own planner, which writes them",
+            )
+        return {}
+    params = {
+        rests[n][len("state.") :].rpartition(".")[0]
+        for n, h in heads.items()
+        if h in optimizers and rests[n].startswith("state.")
+    }
+    is_bare = bool(params & set(inner.values()))
     out: dict[str, tuple[PathKey, ...]] = {}
-    for name in names:
-        head, _, rest = name.partition(".")
-        if head in (*MODEL_KEYS, *OPTIMIZER_KEYS) and rest:
-            out[name] = (head, rest)
-        elif part_of(head) != "other":
-            out[name] = tuple(name.split("."))
-        else:
-            return {}
-    optimizers = {p[0] for p in out.values() if p[0] in OPTIMIZER_KEYS}
-    models = {p[0] for p in out.values() if p[0] in MODEL_KEYS}
-    # `model.` alone may as well be the first word of every parameter's name: without an optimizer beside it, it is left
-    # there.
-    return out if optimizers and len(models) <= 1 else {}
+    for n in every:
+        head, rest = heads[n], rests[n]
+        cut = head in optimizers or (not is_bare and head in MODEL_KEYS)
+        tail: tuple[PathKey, ...] = (head, rest) if cut and rest else (inner[n],)
+        out[n] = (*wrapper.split(".")[:-1], *tail)
+    return out
+
+
+def _wrapper(names: Sequence[str]) -> str:
+    """The first key of every name with its dot ("app."), where it is none of a model's or an optimizer's; else ""."""
+    heads = {n.partition(".")[0] for n in names}
+    head = next(iter(heads)) if len(heads) == 1 else ""
+    if not head or head in (*MODEL_KEYS, *OPTIMIZER_KEYS) or not all("." in n for n in names):
+        return ""
+    below = {n.split(".")[1] for n in names}
+    return f"{head}." if below & set(OPTIMIZER_KEYS) else ""
 
 
 def _lists(tree: Tree) -> Tree:

@@ -97,6 +97,11 @@ def _standard(content: Content) -> Iterator[Named]:
     if content.optimizer is not None or content.states:
         yield from _optimizer(content)
     for name, value in content.values.items():
+        if name in ("model", "optim"):
+            raise Unsupported(
+                f"a value of the source is called {name}, as a part of the result is",
+                fix="rename it where the source is made",
+            )
         yield from _flattened((name,), value, content.held)
 
 
@@ -114,7 +119,7 @@ def _optimizer(content: Content) -> Iterator[Named]:
     for number, group in enumerate(optimizer.groups):
         for option, value in {**group.options, "params": list(group.params)}.items():
             path_ = ("optim", "param_groups", number, option)
-            yield Named(".".join(map(str, path_)), path_, None, value, content.held)
+            yield from _flattened(path_, value, content.held)
     for option, value in optimizer.options.items():
         yield from _flattened(("optim", option), value, content.held)
 

@@ -45,7 +45,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     """The checkpoint in one torch file. Unsupported for what torch pickles besides plain tensors, naming it."""
     with FileBytes(path, name=path.name) as reader:
         opened = open_torch(reader)
-        found = find(_as_dict(opened.root, str(path)), _is_tensor)
+        found = find(_as_dict(opened.root, str(path), is_unsafe=bool(opened.unsafe)), _is_tensor)
         if isinstance(opened.root, dict) and LIGHTNING in opened.root:
             raise Unsupported(
                 "this is a Lightning checkpoint, which this version does not read yet",
@@ -57,7 +57,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         return checkpoint_of(opened, found, path, hints, reader)
 
 
-def _as_dict(root: Tree, where: str) -> Tree:
+def _as_dict(root: Tree, where: str, *, is_unsafe: bool) -> Tree:
     """The root as a state dict: one tensor or a list of them gets names.
 
     Unsupported for a pickled module, naming its class.
@@ -66,6 +66,8 @@ def _as_dict(root: Tree, where: str) -> Tree:
         return {"tensor": root}
     if isinstance(root, (list, tuple)) and any(isinstance(v, TensorRef) for v in root):
         return {str(i): v for i, v in enumerate(root)}
+    if isinstance(root, Record) and is_unsafe:
+        return {}  # what it is does not matter any more: inspect reports it, everything else stops
     if isinstance(root, Record):
         raise Unsupported(
             f"the file holds an object of class {root.cls or 'unknown'}, not a state dict",
@@ -114,7 +116,8 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
     if optimizer is not None:
         scalars = {k: value(".".join(k), v) for k, v in optimizer.scalars.items()}
         groups = tuple(
-            Group(g.params, {k: value(f"param_groups.{k}", v) for k, v in g.options.items()}) for g in optimizer.groups
+            Group(g.params, {k: value(f"param_groups.{i}.{k}", v) for k, v in g.options.items()})
+            for i, g in enumerate(optimizer.groups)
         )
         options = {k: value(f"optimizer.{k}", v) for k, v in optimizer.options.items()}
         optimizer = replace(optimizer, groups=groups, scalars=scalars, options=options)
