@@ -18,7 +18,7 @@ from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import Key, Tensor
-from ckptctl.core.values import Array, Tree
+from ckptctl.core.values import Array, Held, Tree
 from ckptctl.names import head_and_embedding, is_tied
 from ckptctl.operations.content import WEIGHT_CHOICES
 from ckptctl.operations.inspecting import plain
@@ -327,6 +327,8 @@ def _comparable(value: Tree) -> Any:
     if isinstance(value, Array):
         kind = value.dtype if value.dtype in BY_NAME else np.dtype(value.dtype).name
         return ["array", kind, *value.shape, value.data.hex()]
+    if isinstance(value, Held):
+        return "a tensor"  # compared as one
     if isinstance(value, (list, tuple)):
         return [_comparable(v) for v in value]
     return plain(value)

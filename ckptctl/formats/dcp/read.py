@@ -182,7 +182,7 @@ class _Folder:
             if leaf is None:
                 at[path[-1]] = self.values[name]
             else:  # settings of a group are values, whatever holds them: a learning rate may be a tensor
-                at[path[-1]] = self.value(name, leaf) if _is_setting(path) else leaf
+                at[path[-1]] = self.value(_setting_name(path, name), leaf) if _is_setting(path) else leaf
         return _lists(root)
 
     def add(self, key: Key, leaf: Leaf) -> None:
@@ -284,6 +284,11 @@ class _Folder:
 def _is_setting(path: tuple[PathKey, ...]) -> bool:
     """Whether an item is a setting of a param group, nested or flat."""
     return "param_groups" in path or (isinstance(path[-1], str) and path[-1].startswith("param_groups."))
+
+
+def _setting_name(path: tuple[PathKey, ...], name: str) -> str:
+    """A setting's name without the keys around the optimizer, as other formats have it."""
+    return ".".join(map(str, path[path.index("param_groups") :])) if "param_groups" in path else name
 
 
 def without_paths(names: Iterable[str]) -> dict[str, tuple[PathKey, ...]]:
