@@ -179,7 +179,8 @@ def _require_little(reader: ByteSource, directory: ZipDirectory) -> None:
     record = directory.record("byteorder")
     if record is None:
         return
-    order = reader.read(record.start, record.nbytes) if record.nbytes <= 16 and not record.method else b""
+    _require_stored(reader, record)
+    order = reader.read(record.start, record.nbytes) if record.nbytes <= 16 else b""
     if order == b"big":
         raise Unsupported(
             "the file is big-endian",
