@@ -164,10 +164,11 @@ def test_version_and_help():
 
 
 def test_a_report_that_cannot_be_written_is_told_in_words(path, tmp_path):
-    error = refused("convert", path, tmp_path / "out", "--to", "dcp", "--report", tmp_path / "no" / "such" / "file")
-    assert "no/such/file" in error["where"] + error["what"]
-    error = refused("convert", path, tmp_path / "out2", "--to", "dcp", "--plan-out", tmp_path / "no" / "file")
-    assert not (tmp_path / "out2").exists()
+    for flag in ("--report", "--plan-out"):
+        for file in (tmp_path / "no" / "such" / "file", tmp_path):
+            error = refused("convert", path, tmp_path / "out", "--to", "dcp", flag, file, code=2)
+            assert f"{flag} {file}" in error["what"]
+            assert not (tmp_path / "out").exists()
 
 
 def test_a_target_that_cannot_be_made_is_told_in_words(path, tmp_path):

