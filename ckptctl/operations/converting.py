@@ -16,7 +16,14 @@ from ckptctl.core.sizes import parse_size
 from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run, space
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
-from ckptctl.operations.opening import Reading, open_checkpoint, require_plain, require_safe, require_tensors
+from ckptctl.operations.opening import (
+    Reading,
+    open_checkpoint,
+    require_one_source,
+    require_plain,
+    require_safe,
+    require_tensors,
+)
 from ckptctl.operations.ties import require_equal_copies
 from ckptctl.plan.account import Account, account
 from ckptctl.plan.check import Totals, check, require_whole
@@ -145,6 +152,7 @@ def _opened(src: Path | str, reading: Reading | None) -> tuple[Checkpoint, Any]:
     source, evidence = open_checkpoint(src, reading)
     require_safe(source)
     require_tensors(source)
+    require_one_source(evidence)
     require_plain(source)
     return source, evidence
 

@@ -165,6 +165,13 @@ def require_plain(checkpoint: Checkpoint) -> None:
         )
 
 
+def require_one_source(evidence: formats.Evidence) -> None:
+    """Whatever error the format has for two copies of the weights, side by side, that differ by value; reads both."""
+    check = getattr(formats.reader(evidence.format), "require_one_source", None)
+    if check is not None:
+        check(evidence.path)
+
+
 def require_names(checkpoint: Checkpoint) -> None:
     """MissingFact where the optimizer's state is keyed by numbers, and which parameters they mean is in no file."""
     if checkpoint.optimizer is not None and checkpoint.optimizer.unnamed:

@@ -59,7 +59,7 @@ def test_no_case_ends_in_a_traceback_or_runs_code(name, tmp_path):
 # Not for a reader of bytes: what a config says of layers, checksums that torch does not look at, files no loader takes.
 BYTES_ARE_FINE = {
     "config-layers-mismatch", "untied-without-lm-head", "config-shape-mismatch", "tied-with-different-lm-head",
-    "bin-crc-wrong", "stale-single-file-beside-index",
+    "bin-crc-wrong",
 }  # fmt: skip
 
 

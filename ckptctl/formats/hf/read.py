@@ -5,6 +5,7 @@ Safetensors and `.bin`, whole, numbered, or with an index. Headers only.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf.config import CONFIG, quantization
-from ckptctl.formats.hf.files import HfFolder, WeightSet, scan_folder, slices
+from ckptctl.formats.hf.files import HfFolder, WeightSet, compare_sources, scan_folder, slices
 from ckptctl.formats.jsonscan import short
 from ckptctl.formats.st.header import read_header
 from ckptctl.formats.state import find
@@ -112,6 +113,18 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         out.files.append(File(CONFIG, (path / CONFIG).stat().st_size, "config"))
     variant = "safetensors" if chosen.suffix == ".safetensors" else "bin"
     return _checkpoint(out, path, f"{variant} {chosen.variant}" if chosen.variant else variant, folder)
+
+
+def require_one_source(path: Path) -> None:
+    """Damaged where two sets of weights lie side by side and differ by a byte: loaders would take one in silence."""
+    if not path.is_dir():
+        return
+    sets = scan_folder(path).sets
+    for a, b in itertools.pairwise(sets):
+        if a.suffix == b.suffix == ".safetensors" and a.variant == b.variant:
+            problem = compare_sources(path, a, b, values=True)
+            if problem is not None:
+                raise problem
 
 
 def _checkpoint(out: _Reading, path: Path, variant: str, folder: HfFolder | None) -> Checkpoint:
