@@ -46,7 +46,7 @@ def account(
     members: dict[int, int] = {}
     for key in taken:
         for table in tensors[key].pieces:
-            for number in np.unique(table.source).tolist():
+            for number in np.flatnonzero(np.bincount(table.source)).tolist():
                 source = sources[number]
                 if source.codec:
                     members[number] = (source.stop or sizes.get(source.path, 0)) - source.start
