@@ -30,7 +30,8 @@ from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, read_index
-from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, find, named_states, number, plain
+from ckptctl.formats.parameters import named_states
+from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, find, number, plain
 from ckptctl.formats.torchtensor import VALUE_LIMIT
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Record, TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
-from ckptctl.formats.state import Found, find, named_states, number, plain
+from ckptctl.formats.parameters import named_states
+from ckptctl.formats.state import Found, find, number, plain
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import aliases, read_array, tensor_of, value_of
 
