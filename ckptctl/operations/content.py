@@ -364,9 +364,9 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
 
 
 def _second_name(source: Checkpoint, weights: dict[str, Item], wanted: Conversion, lines: list[Line]) -> dict[str, str]:
-    """A tied head that the source leaves out, for targets whose loaders want both names: {head.
+    """A tied head that the source leaves out, for targets whose loaders want both names.
 
-    Embedding}, added to weights.
+    Added to weights; returned as {head: embedding}.
     """
     config = source.facts.config
     pair = (

@@ -1,7 +1,6 @@
-"""One torch file as segments: `{model, optimizer.
+"""One torch file as segments, as torch.load(weights_only=True) reads it.
 
-{state, param_groups}, scheduler, ...}`, as torch.load(weights_only=True) reads it.
-
+It holds `{model, optimizer: {state, param_groups}, scheduler, ...}`.
 The pickle is made here from the value tree; tensor bytes are regions. State is keyed by name; with index_keys by
 torch's numbers.
 """
