@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from ckptctl.core.checkpoint import Checkpoint, Facts
 from ckptctl.core.errors import Unrecognised, Unsupported, Usage
+from ckptctl.formats.target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +52,19 @@ FORMATS = ("foreign", "dcp", "hf", "torch")
 
 `foreign` knows what others look like that cannot be read yet.
 """
+
+TARGETS: dict[str, Target] = {
+    "hf": Target(
+        "a Hugging Face folder",
+        holds_state=False,
+        is_folder_of_weights=True,
+        flags=frozenset({"max_shard_size", "bare"}),
+        reshards=frozenset({"max_shard_size"}),
+    ),
+    "torch": Target("a torch file", flags=frozenset({"index_keys"})),
+    "dcp": Target("a DCP folder", flags=frozenset({"dp", "tp"}), reshards=frozenset({"dp", "tp"})),
+}
+"""Every format with a write module, by the name that --to takes."""
 
 
 def reader(name: str) -> Reader:

@@ -77,11 +77,29 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """What a target can hold and which flags it takes: what is decided before its writer is imported.
+
+    holds_state: moments, masters, scheduler, random state and counters have a place. is_folder_of_weights: its weights
+    are a Hugging Face folder, so that a tie of the config is stored once and nothing but tensors stands among the
+    weights. flags are names of Conversion's fields that are for this target (others are wrong usage); reshards are
+    those of them that `reshard` changes, none where the format has no layout. called: what messages call it.
+    """
+
+    called: str
+    holds_state: bool = True
+    is_folder_of_weights: bool = False
+    flags: frozenset[str] = frozenset()
+    reshards: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Choices:
     """What the user chose for the target, with the documented defaults."""
 
     max_shard_nbytes: int = 5_000_000_000
     dp: int = 1
+    tp: int = 1
     index_keys: bool = False
     bare: bool = False
     own_names: bool = False

@@ -18,14 +18,14 @@ from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported, Usage
 from ckptctl.core.tensor import Key, Tensor
 from ckptctl.core.values import Record, Tree, holds_array
-from ckptctl.formats.target import Content, Item, Line
+from ckptctl.formats import TARGETS
+from ckptctl.formats.target import Content, Item, Line, Target
 from ckptctl.names import absent_head, head_and_embedding, is_tied
 from ckptctl.operations.opening import require_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-TARGETS = ("hf", "torch", "dcp")
 DTYPE_CHOICES = ("source", "float32", "bfloat16", "float16")
 WEIGHT_CHOICES = ("model", "master")
 
@@ -47,6 +47,15 @@ class Conversion:
     index_keys: bool = False
     bare: bool = False
 
+    @property
+    def target(self) -> Target:
+        """What the target can hold. Only once check_flags has seen that there is such a one."""
+        return TARGETS[self.to]
+
+
+LAYOUT_FLAGS = ("dp", "tp", "index_keys", "bare")
+"""Fields of Conversion that are not for every target. max_shard_size has a default: it never contradicts."""
+
 
 def check_flags(wanted: Conversion) -> None:
     """Usage for flags that do not exist or contradict each other."""
@@ -56,14 +65,11 @@ def check_flags(wanted: Conversion) -> None:
         raise Usage(f"--dtype {wanted.dtype}: there is no such choice", fix=f"one of {', '.join(DTYPE_CHOICES)}")
     if wanted.weights not in WEIGHT_CHOICES:
         raise Usage(f"--weights {wanted.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
-    for flag, value, target in (
-        ("--dp", wanted.dp, "dcp"),
-        ("--tp", wanted.tp, "dcp"),
-        ("--index-keys", wanted.index_keys, "torch"),
-        ("--bare", wanted.bare, "hf"),
-    ):
-        if value and wanted.to != target:
-            raise Usage(f"{flag} is for --to {target}, not for --to {wanted.to}", fix=f"leave {flag} out")
+    for name in LAYOUT_FLAGS:
+        if getattr(wanted, name) and name not in wanted.target.flags:
+            flag = f"--{name.replace('_', '-')}"
+            takers = ", ".join(t for t, target in TARGETS.items() if name in target.flags)
+            raise Usage(f"{flag} is for --to {takers}, not for --to {wanted.to}", fix=f"leave {flag} out")
     if wanted.tp is not None and wanted.tp > 1:
         raise Unsupported(
             f"--tp {wanted.tp}: a DCP folder over a 2-D mesh is not written by this version",
@@ -78,7 +84,7 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
     tensors that cannot be moved; MissingFact where nothing is left, or state has numbers and no names. own_names: the
     target keeps the source's own names, so that none are needed.
     """
-    keep = not wanted.no_optimizer and wanted.to != "hf"
+    keep = not wanted.no_optimizer and wanted.target.holds_state
     if (keep and not own_names) or wanted.trainable_only:
         require_names(source)
     lines: list[Line] = []
@@ -88,7 +94,7 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
     }
     held = {(k.name, k.kind): Item(k, t, t.dtype) for k, t in source.tensors.items() if k.kind == OTHER}
     scalars = dict(source.optimizer.scalars) if source.optimizer else {}
-    if wanted.to == "hf":
+    if not wanted.target.holds_state:
         _refuse_losing(source, wanted, {**states, **held})
         lines += [Line("other tensors", "dropped", f"{len(held)} tensors: --no-optimizer")] if held else []
         held = {}
@@ -113,12 +119,12 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
 def _model_values(source: Checkpoint, wanted: Conversion) -> dict[str, Tree]:
     """What stands among the weights and is no tensor. Unsupported where a target would lose a tensor inside it."""
     chosen = {n: v for n, v in source.model_values.items() if _chosen(n, wanted)}
-    if wanted.to != "hf":
+    if not wanted.target.is_folder_of_weights:
         return chosen
     for name, value in chosen.items():
         if holds_array(value):
             raise Unsupported(
-                f"{name} holds a tensor and is none: a Hugging Face folder has no place for it",
+                f"{name} holds a tensor and is none: {wanted.target.called} has no place for it",
                 where=source.root,
                 why=f"it is an object of class {value.cls}" if isinstance(value, Record) else "",
                 fix=f"leave it out with --exclude '{name}', or convert to torch or dcp",
@@ -251,7 +257,7 @@ def _refuse_losing(source: Checkpoint, wanted: Conversion, states: Mapping[tuple
     kinds += [n for n, v in source.values.items() if part_of(n) == "other" and holds_array(v)]
     if kinds and not wanted.no_optimizer:
         raise StateNotCarried(
-            f"a Hugging Face folder has no place for the training state ({', '.join(kinds)})",
+            f"{wanted.target.called} has no place for the training state ({', '.join(kinds)})",
             where=source.root,
             why=f"{len(states)} tensors of it would be lost" if states else "the tensors in it would be lost",
             fix="add --no-optimizer to let it go, or convert to torch or dcp, which keep it",
@@ -286,7 +292,7 @@ def _selected_groups(
 
 
 def _dropped(source: Checkpoint, states: Mapping[tuple[str, str], Item], wanted: Conversion, lines: list[Line]) -> None:
-    why = "--no-optimizer" if wanted.no_optimizer else "a Hugging Face folder has no place for it"
+    why = "--no-optimizer" if wanted.no_optimizer else f"{wanted.target.called} has no place for it"
     for kind, n in Counter(kind for _, kind in states).items():
         lines.append(Line(kind, "dropped", f"{n} tensors: {why}"))
     if source.optimizer is not None and source.optimizer.groups:
@@ -335,7 +341,7 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
     for name, value in source.values.items():
         part = part_of(name)
         by_part.setdefault(part, []).append(name)
-        if wanted.to != "hf" and not (wanted.no_optimizer and part != "other"):
+        if wanted.target.holds_state and not (wanted.no_optimizer and part != "other"):
             out[name] = value
     for part in ("scheduler", "rng", "counters", "other"):
         names = by_part.get(part, [])
@@ -346,18 +352,21 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
             continue
         kept = [n for n in names if n in out]
         why = (
-            "--no-optimizer" if wanted.no_optimizer and part != "other" else "a Hugging Face folder has no place for it"
+            "--no-optimizer"
+            if wanted.no_optimizer and part != "other"
+            else f"{wanted.target.called} has no place for it"
         )
         lines.append(
             Line(label, "carried" if kept else "dropped", ", ".join(names) if kept else f"{', '.join(names)}: {why}")
         )
     if source.model_values:
-        fate = "dropped" if wanted.to == "hf" else "carried"
+        fate = "dropped" if wanted.target.is_folder_of_weights else "carried"
         lines.append(
             Line(
                 "values among the weights",
                 fate,
-                ", ".join(list(source.model_values)[:4]) + (": not weights" if wanted.to == "hf" else ""),
+                ", ".join(list(source.model_values)[:4])
+                + (": not weights" if wanted.target.is_folder_of_weights else ""),
             )
         )
     return out
@@ -371,7 +380,7 @@ def _second_name(source: Checkpoint, weights: dict[str, Item], wanted: Conversio
     config = source.facts.config
     pair = (
         absent_head((k.name for k in source.tensors if k.kind in WEIGHTS), config)
-        if config and wanted.to != "hf"
+        if config and not wanted.target.is_folder_of_weights
         else None
     )
     if pair is None or pair[1] not in weights or not _chosen(pair[0], wanted):
@@ -398,12 +407,12 @@ def _collapsed(
 
     Equality of separate copies is checked before by value.
     """
-    pair = tied_pair(source, weights) if wanted.to == "hf" else None
+    pair = tied_pair(source, weights) if wanted.target.is_folder_of_weights else None
     out = set()
     if pair is not None:
         out.add(pair[0])
         lines.append(Line("tied weights", "carried", f"{pair[0]} is {pair[1]} (tie_word_embeddings), stored once"))
     for alias, owner in source.ties.items():
-        if alias in weights and owner in weights and alias not in out and wanted.to == "hf":
+        if alias in weights and owner in weights and alias not in out and wanted.target.is_folder_of_weights:
             lines.append(Line("tied weights", "filled", f"{alias} has a copy of {owner}: no config ties them"))
     return frozenset(out)

@@ -14,6 +14,7 @@ from ckptctl import __version__
 from ckptctl.core.errors import NoSpace, Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run, space
+from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
 from ckptctl.operations.opening import (
@@ -85,7 +86,11 @@ def convert(
     source, evidence = _opened(src, reading)
     content, lines = content_of(source, wanted)
     choices = Choices(
-        parse_size(wanted.max_shard_size, "--max-shard-size"), wanted.dp or 1, wanted.index_keys, wanted.bare
+        parse_size(wanted.max_shard_size, "--max-shard-size"),
+        wanted.dp or 1,
+        wanted.tp or 1,
+        wanted.index_keys,
+        wanted.bare,
     )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")
@@ -117,20 +122,24 @@ def reshard(
     budget = _budget(running)
     _require_apart(running, Path(src), Path(dst))
     source, evidence = _opened(src, reading)
-    if source.format not in RESHARDED:
+    target = TARGETS.get(source.format)
+    if target is None or not target.reshards:
         raise Unsupported(
             f"a {source.format} checkpoint has no layout to change",
             where=source.root,
             fix="`ckptctl convert` writes it in another format",
         )
-    for flag, value, only in (("--dp", dp, "dcp"), ("--tp", tp, "dcp"), ("--max-shard-size", max_shard_size, "hf")):
-        if value is not None and source.format != only:
+    for name, value in {"dp": dp, "tp": tp, "max_shard_size": max_shard_size}.items():
+        if value is not None and name not in target.reshards:
+            flag = f"--{name.replace('_', '-')}"
             raise Usage(f"{flag} does not apply to {source.format}", fix=f"leave {flag} out")
     wanted = Conversion(source.format, dp=dp, tp=tp, max_shard_size=max_shard_size or "5GB")
     check_flags(wanted)
     content, lines = content_of(source, wanted, own_names=True)
     ranks = dp or source.layout.get("world_size") or 1
-    choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), ranks, own_names=source.format == "dcp")
+    choices = Choices(
+        parse_size(wanted.max_shard_size, "--max-shard-size"), ranks, tp or 1, own_names=source.format == "dcp"
+    )
     planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))
     document: Document = {
         "schema": "ckptctl.reshard/1",
@@ -142,10 +151,6 @@ def reshard(
         },
     }
     return _run(planned, document, running, budget, progress)
-
-
-RESHARDED = ("dcp", "hf")
-"""Formats with a layout that reshard changes."""
 
 
 def _opened(src: Path | str, reading: Reading | None) -> tuple[Checkpoint, Any]:
