@@ -143,6 +143,12 @@ class Checkpoint:
         return {k: t for k, t in self.tensors.items() if k.kind in kinds}
 
     @property
+    def adapter(self) -> Mapping[str, Any] | None:
+        """PEFT's adapter_config.json as data, whatever format carries it; None where this is no adapter."""
+        config = self.values.get(ADAPTER)
+        return config if isinstance(config, dict) and isinstance(config.get("peft_type"), str) else None
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds in order of first appearance."""
         return tuple(dict.fromkeys(k.kind for k in self.tensors))
@@ -185,6 +191,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tokens",
     ),
 }
+ADAPTER = "adapter_config"
+"""Name of the value that says what an adapter's tensors mean: PEFT's adapter_config.json as data."""
 STEP_NAMES = ("step", "global_step", "global_steps", "iteration", "iter", "num_updates")
 
 WEIGHTS = ("weight", "buffer")

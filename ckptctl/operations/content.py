@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import MASTER, OTHER, WEIGHTS, Checkpoint, Optimizer, is_state, part_of
+from ckptctl.core.checkpoint import ADAPTER, MASTER, OTHER, WEIGHTS, Checkpoint, Optimizer, is_state, part_of
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported, Usage
 from ckptctl.core.tensor import Key, Tensor
@@ -341,7 +341,8 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
     for name, value in source.values.items():
         part = part_of(name)
         by_part.setdefault(part, []).append(name)
-        if wanted.target.holds_state and not (wanted.no_optimizer and part != "other"):
+        held = wanted.target.holds_state and not (wanted.no_optimizer and part != "other")
+        if held or (name == ADAPTER and source.adapter):
             out[name] = value
     for part in ("scheduler", "rng", "counters", "other"):
         names = by_part.get(part, [])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state, part_of
 from ckptctl.core.values import Array, Record, Tree
+from ckptctl.formats.hf.adapter import described as described_adapter
 from ckptctl.operations.opening import Reading, open_checkpoint, require_tensors
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool =
         "resumable": resumable,
         "why": why,
         "quantized": checkpoint.quantized,
+        "adapter": described_adapter(checkpoint.adapter) if checkpoint.adapter else None,
         "config": checkpoint.facts.origin,
         "unsafe": [{"file": u.file, "global": u.name, "why": u.why} for u in checkpoint.unsafe],
         "unknown_globals": list(checkpoint.unknown_globals),

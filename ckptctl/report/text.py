@@ -104,6 +104,8 @@ def inspect(d: Document, verbose: bool = False) -> None:
             ("layout", layout or "one place"),
             ("step", "-" if d["step"] is None else d["step"]),
             ("model", d["family"] or "not said (no config)"),
+            *([("quantized", d["quantized"])] if d["quantized"] else []),
+            *([("adapter", _adapter(d["adapter"]))] if d["adapter"] else []),
             ("size", f"{nbytes(sum(f['bytes'] for f in d['files']))} in {len(d['files'])} files"),
             ("resumable", ("yes" if d["resumable"] else "no") + f": {d['why']}"),
         ]
@@ -133,6 +135,16 @@ def inspect(d: Document, verbose: bool = False) -> None:
     if "tensors" in d:
         sys.stdout.write("\n")
         _tensors(d["tensors"])
+
+
+def _adapter(a: Document) -> str:
+    """An adapter in one line."""
+    targets = a["target_modules"] if isinstance(a["target_modules"], list) else [a["target_modules"] or "not said"]
+    parts = [str(a["type"]), *(f"{k} {a[k]}" for k in ("rank", "alpha") if a[k] is not None)]
+    parts += [word for word, key in (("rsLoRA", "rslora"), ("DoRA", "dora")) if a[key]]
+    parts += ["other ranks for some modules"] if a["rank_pattern"] else []
+    saved = f"; whole {', '.join(map(str, a['modules_to_save']))}" if a["modules_to_save"] else ""
+    return f"{', '.join(parts)}; of {', '.join(map(str, targets))}{saved}; base {a['base'] or 'not said'}"
 
 
 def _tensors(tensors: Sequence[Document]) -> None:

@@ -138,7 +138,6 @@ FOREIGN = {
     "torch/fsdp1_local": "per-rank",
     "torch/lightning_ckpt": "Lightning",
     "hf/mixtral-trainer": "Trainer",
-    "hf/llama-lora/adapter": "adapter",
     "megatron/legacy_tp2pp2_distopt_dp2": "Megatron",
 }
 BESIDE = {

@@ -69,7 +69,6 @@ SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
     ),
     ("a ColossalAI checkpoint", lambda p: _any(p, "model", "modeling") if _any(p, "optimizer", "lr_scheduler") else ""),
     ("sharded safetensors of DCP's Hugging Face writer", lambda p: _any(p, "shard-*-model-*-of-*.safetensors")),
-    ("an adapter (PEFT)", lambda p: _any(p, "adapter_config.json")),
     ("a NeMo archive", lambda p: _any(p, "model_weights", "context")),
 )
 FILE_SIGNS: tuple[tuple[str, Callable[[Path], bool]], ...] = (

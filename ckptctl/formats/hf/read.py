@@ -6,18 +6,19 @@ Safetensors and `.bin`, whole, numbered, or with an index. Headers only.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import Checkpoint, Facts, File, UnsafeGlobal
+from ckptctl.core.checkpoint import ADAPTER, Checkpoint, Facts, File, UnsafeGlobal
 from ckptctl.core.dtype import packed
-from ckptctl.core.errors import Damaged, Unsupported
+from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
-from ckptctl.formats.hf.config import CONFIG, quantization
-from ckptctl.formats.hf.files import HfFolder, WeightSet, compare_sources, scan_folder, slices
+from ckptctl.formats.hf.adapter import adapted, rank_problems
+from ckptctl.formats.hf.config import CONFIG, quantization, read_config
+from ckptctl.formats.hf.files import ADAPTER_CONFIG, HfFolder, WeightSet, compare_sources, scan_folder, slices
 from ckptctl.formats.jsonscan import short
 from ckptctl.formats.st.header import read_header
 from ckptctl.formats.state import find
@@ -41,10 +42,12 @@ def detect(path: Path) -> Evidence | None:
     if not path.is_dir():
         return None
     found = scan_folder(path)
+    if (path / ADAPTER_CONFIG).is_file():
+        return Evidence("hf", f"it holds {ADAPTER_CONFIG}", path)
     if found.chosen is not None:
         what = found.chosen.index or next(iter((*found.chosen.files, *found.chosen.missing)), "weights")
         return Evidence("hf", f"it holds {what}", path)
-    if found.config is not None and (found.dcp_shards or found.adapter):
+    if found.config is not None and found.dcp_shards:
         return Evidence("hf", f"it holds {CONFIG}", path)
     return None
 
@@ -94,6 +97,8 @@ def read(path: Path, hints: Hints) -> Checkpoint:
             where=str(path),
             why=f"it holds {folder.dcp_shards[0]}",
         )
+    if (path / ADAPTER_CONFIG).is_file():
+        return _adapter(path, folder)
     chosen = folder.require_files()
     out = _Reading(path)
     for name in chosen.files:
@@ -113,6 +118,55 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         out.files.append(File(CONFIG, (path / CONFIG).stat().st_size, "config"))
     variant = "safetensors" if chosen.suffix == ".safetensors" else "bin"
     return _checkpoint(out, path, f"{variant} {chosen.variant}" if chosen.variant else variant, folder)
+
+
+def _adapter(path: Path, folder: HfFolder) -> Checkpoint:
+    """A PEFT adapter: its tensors under their own names, and its configuration as a value.
+
+    A folder that holds a whole model too is refused: Transformers would take the adapter and load the base from
+    elsewhere. Source: transformers 5.24.0, modeling_utils.py, from_pretrained, _adapter_model_path.
+    """
+    if folder.chosen is not None:
+        raise Unsupported(
+            "the folder holds a model and an adapter",
+            where=str(path),
+            why=f"{(*folder.chosen.files, *folder.chosen.missing)[0]} and {ADAPTER_CONFIG}: loaders take the adapter",
+            fix="put one of them into a folder of its own; `convert --merge-adapter` joins the two",
+            code="model-and-adapter",
+        )
+    config = read_config(path / ADAPTER_CONFIG, ADAPTER_CONFIG)
+    if not folder.adapter:
+        raise MissingFile(
+            "the adapter's weights are not there",
+            where=str(path),
+            why=f"{ADAPTER_CONFIG} is there, adapter_model.safetensors and adapter_model.bin are not",
+            fix="copy them",
+            code="adapter-missing",
+        )
+    if not isinstance(config.get("peft_type"), str):
+        raise Damaged(
+            f"{ADAPTER_CONFIG} does not say which kind of adapter it is",
+            where=str(path),
+            why=f"peft_type is {short(str(config.get('peft_type')))}",
+            fix="copy it again",
+            code="adapter-config",
+        )
+    out = _Reading(path)
+    kind = "safetensors" if folder.adapter.endswith(".safetensors") else "bin"
+    _read_safetensors(out, folder.adapter, folder.adapter) if kind == "safetensors" else _read_bin(out, folder.adapter)
+    if kind == "safetensors" and (path / "adapter_model.bin").is_file():
+        out.warnings.append("adapter_model.bin lies beside adapter_model.safetensors, which is taken, as PEFT does")
+    out.values[ADAPTER] = config
+    carried = (ADAPTER_CONFIG, *folder.carried)
+    out.files += [File(n, (path / n).stat().st_size, "config" if n == ADAPTER_CONFIG else "extra") for n in carried]
+    if folder.config is not None:
+        out.files.append(File(CONFIG, (path / CONFIG).stat().st_size, "config"))
+    checkpoint = _checkpoint(out, path, f"adapter {kind}", replace(folder, carried=carried))
+    if config["peft_type"].upper() == "LORA":
+        problems = rank_problems(checkpoint, adapted(k.name for k in checkpoint.tensors))
+        warned = (*checkpoint.warnings, *(f"{p.what}: {p.why} ({p.where})" for p in problems))
+        checkpoint = replace(checkpoint, warnings=warned)
+    return checkpoint
 
 
 def require_one_source(path: Path) -> None:

@@ -9,10 +9,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptctl.core.checkpoint import ADAPTER
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.output import OutputFile, Put, Region
 from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
+from ckptctl.formats.hf.config import CONFIG
+from ckptctl.formats.hf.files import ADAPTER_CONFIG
 from ckptctl.formats.hf.index import index_bytes, shard_names, split
 from ckptctl.formats.st.write import safetensors_segments
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
@@ -30,6 +33,7 @@ def write(content: Content, choices: Choices) -> Written:
 
     One safetensors file or numbered ones with an index, and config.json where there is one.
     """
+    adapter = is_adapter(content)
     weights = {n: i for n, i in content.weights.items() if n not in content.collapsed}
     for name, item in weights.items():
         _name(name)
@@ -39,10 +43,13 @@ def write(content: Content, choices: Choices) -> Written:
                 fix=f"leave it out (--exclude '{name}'), or convert to torch or dcp",
             )
     metadata = {**content.source.metadata, "format": "pt"}
-    shards = split([(n, i.nbytes) for n, i in weights.items()], choices.max_shard_nbytes) or [[]]
+    # PEFT knows no adapter in several files.
+    most = sum(i.nbytes for i in weights.values()) if adapter else choices.max_shard_nbytes
+    shards = split([(n, i.nbytes) for n, i in weights.items()], max(1, most)) or [[]]
+    stem = "adapter_model" if adapter else "model"
     files = [
         _file(name, [(n, weights[n]) for n in names], metadata)
-        for name, names in zip(shard_names(len(shards)), shards, strict=True)
+        for name, names in zip(shard_names(len(shards), stem), shards, strict=True)
     ]
     lines: list[Line] = []
     if len(shards) > 1:
@@ -52,9 +59,31 @@ def write(content: Content, choices: Choices) -> Written:
         text = index_bytes(where, total, count)
         files.append(OutputFile("model.safetensors.index.json", lambda: [Put(text)]))
     if not choices.bare:
-        files += _config(content, weights, lines)
+        files += _adapter_config(content, lines) if adapter else _config(content, weights, lines)
     extra = _extras(content.source, choices, lines)
     return Written((*files, *extra.files), True, tuple(lines), extra.tensors, extra.sources)
+
+
+def is_adapter(content: Content) -> bool:
+    """Whether the result is an adapter's folder, not a model's."""
+    return ADAPTER in content.values and content.source.adapter is not None
+
+
+def _adapter_config(content: Content, lines: list[Line]) -> list[OutputFile]:
+    """adapter_config.json where it is no file of the source (that one is moved byte for byte, with the extra files).
+
+    The base's config.json goes along where it lies in the adapter's folder. Source: peft 0.21.2, config.py,
+    save_pretrained: indent 2, sorted keys.
+    """
+    source, files = content.source, []
+    if ADAPTER_CONFIG not in source.extras:
+        text = json.dumps(source.adapter or {}, indent=2, sort_keys=True).encode()
+        files.append(OutputFile(ADAPTER_CONFIG, lambda: [Put(text)]))
+        lines.append(Line(ADAPTER_CONFIG, "carried", "from the values of the source"))
+    if source.facts.config_text and source.facts.origin == CONFIG:
+        files.append(OutputFile(CONFIG, lambda: [Put(source.facts.config_text)]))
+        lines.append(Line(CONFIG, "carried", "it lies beside the adapter"))
+    return files
 
 
 def _name(name: str) -> None:
