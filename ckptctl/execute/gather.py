@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptctl.core.compose import joined
 from ckptctl.core.tensor import dense_strides
 from ckptctl.core.view import unit_slices
-from ckptctl.execute.memory import Bytes, buffer
+from ckptctl.execute.memory import Bytes, aligned, buffer
 from ckptctl.execute.scatter import blocks, far_axes, parts, place, stretch
 from ckptctl.execute.stream import Reads, fill
 from ckptctl.plan.steps import Extent, Move, Step, Write
@@ -46,7 +46,7 @@ def gather(
     sources: Sources, gang: Sequence[tuple[Extent, Sequence[Step]]], window_nbytes: int, check: Callable[[], None]
 ) -> list[Filled]:
     """The bytes of all extents of a gang. check is called now and then: it may raise."""
-    filled = [Filled(e, buffer(e.stop - e.start)) for e, _ in gang]
+    filled = [Filled(e, aligned(e.start, e.stop - e.start)) for e, _ in gang]
     reads = Reads(sources)
     wants: dict[int, list[_Want]] = defaultdict(list)
     for number, (extent, steps) in enumerate(gang):

@@ -182,5 +182,5 @@ def used_sources(plan: Plan) -> list[int]:
     for key in used_keys(plan):
         if key in plan.index.tensors:
             for table in plan.index.tensors[key].pieces:
-                found.update(np.unique(table.source).tolist())
+                found.update(np.flatnonzero(np.bincount(table.source)).tolist())
     return sorted(found)

@@ -170,7 +170,7 @@ class _Run:
         ) as sources:
             paths = [self.partial.path_of(f) for f in files]
             shared = Shared(self.job.plan, sizes, sources, self.journal, paths, self.checks, self.checksums)
-            with shared.outputs:
+            with shared.writer:
                 crcs = self._threads(shared)
         self._same_source()
         if before_commit is not None:

@@ -29,6 +29,12 @@ def buffer(nbytes: int) -> Bytes:
     return np.frombuffer(pages, np.uint8)
 
 
+def aligned(start: int, nbytes: int) -> Bytes:
+    """An array of nbytes that lies in its page as byte start lies in a file's."""
+    skip = start % mmap.PAGESIZE
+    return buffer(nbytes + skip)[skip:]
+
+
 class Stopped(Exception):
     """A thread was told to stop: somebody else has the reason."""
 

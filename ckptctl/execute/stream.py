@@ -114,21 +114,23 @@ class Stream:
     def __init__(self, sources: Sources, nbytes: int, full: Callable[[int, memoryview], None]) -> None:
         self._array = buffer(nbytes)
         self._buffer = self._array.data
+        self._page = _PAGE if nbytes % _PAGE == 0 and nbytes > _PAGE else 1
         self._sources, self._full = sources, full
         self._staged = buffer(0)
         self._reads = Reads(sources)
-        self._start = self._used = self._limit = 0
+        self._start = self._first = self._used = self._limit = 0
 
     def begin(self, start: int) -> None:
-        """The next byte is the file's byte start."""
-        self._start, self._used = start, 0
-        self._limit = len(self._buffer) - start % len(self._buffer)
+        """The next byte is the file's byte start. It lies in the buffer's page as it does in the file's."""
+        self._first = self._used = start % self._page
+        self._start = start - self._first
+        self._limit = len(self._buffer) - self._start % len(self._buffer)
 
     def flush(self) -> None:
         """Hand over what is in the buffer."""
-        if self._used:
+        if self._used > self._first:
             self._reads.flush()
-            self._full(self._start, self._buffer[: self._used])
+            self._full(self._start + self._first, self._buffer[self._first : self._used])
             self.begin(self._start + self._used)
 
     def _room(self, unit: int) -> int:

@@ -31,6 +31,7 @@ class _Libc:
         self.sync_file_range = self._find("sync_file_range", ctypes.c_int, wide, wide, ctypes.c_uint)
         # fallocate64 and not posix_fallocate: where a file system cannot, glibc's would write every block.
         self.fallocate = self._find("fallocate64", ctypes.c_int, ctypes.c_int, wide, wide)
+        self.statfs = self._find("statfs64", ctypes.c_char_p, ctypes.c_char_p)
         text = ctypes.c_char_p
         self.renameat2 = self._find("renameat2", ctypes.c_int, text, ctypes.c_int, text, ctypes.c_uint)
 
@@ -63,6 +64,17 @@ def allocate(fd: int, nbytes: int) -> None:
         if code not in _NOT_HERE and code != errno.EINTR:
             raise OSError(code, os.strerror(code))
     os.ftruncate(fd, nbytes)
+
+
+def file_system(path: str) -> int:
+    """The number that says which file system a path is on (`f_type`), 0 where the system does not say.
+
+    Source: man 2 statfs: it is the structure's first field, a word.
+    """
+    room = ctypes.create_string_buffer(512)
+    if _LIBC.statfs is None or _LIBC.statfs(os.fsencode(path), room) != 0:
+        return 0
+    return int.from_bytes(room.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
 
 
 def rename(old: Path, new: Path, flags: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from contextlib import ExitStack, contextmanager
 from threading import Event, Lock
 from typing import TYPE_CHECKING
@@ -21,7 +22,8 @@ from ckptctl.execute.files import OpenFiles, too_short, write_all
 from ckptctl.execute.gather import gather
 from ckptctl.execute.memory import Memory, Stopped
 from ckptctl.execute.stream import Stream, is_stream
-from ckptctl.execute.system import reading_failed, start_writeback, writing_failed
+from ckptctl.execute.system import reading_failed, writing_failed
+from ckptctl.execute.writing import Writer
 from ckptctl.plan.steps import Extent, Move, Step
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Shared:
         """
         self.plan, self.sizes, self.sources, self.journal, self.checks = plan, sizes, sources, journal, checks
         self.paths = [os.fspath(p) for p in paths]
-        self.outputs = OpenFiles(os.O_RDWR)
+        self.writer = Writer(self.paths, [f.nbytes for f in plan.files])
         self.stop = Event()
         self.memory = Memory(sizes.buffers, self.stop)
         self.direct = hasattr(os, "copy_file_range") and not checksums
@@ -100,7 +102,7 @@ class Worker:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._stream = Stream(shared.sources, shared.sizes.chunk, self._full)
-        self._path = ""
+        self._file, self._path = 0, ""
         self._sums: ExtentChecks | None = None
 
     def do(self, gang: Gang) -> list[int]:
@@ -115,13 +117,14 @@ class Worker:
             return self._gathered(filled)
 
     def _begin(self, extent: Extent) -> ExtentChecks:
-        self._path = self._shared.paths[extent.file]
+        self._file, self._path = extent.file, self._shared.paths[extent.file]
         self._sums = ExtentChecks(self._shared.checks[extent.file])
         return self._sums
 
     def _streamed(self, extent: Extent, steps: Sequence[Step]) -> bool:
         sums, direct_nbytes = self._begin(extent), 0
-        direct = not self._shared.checks[extent.file].needs(extent)
+        shared = self._shared
+        direct = not shared.checks[extent.file].needs(extent) and not shared.writer.beats_kernel(extent.file)
         self._stream.begin(extent.start)
         for step in steps:
             if direct and isinstance(step, Move) and (place := self._aligned(step)) is not None:
@@ -154,8 +157,7 @@ class Worker:
         assert self._sums is not None
         self._sums.feed(start, data)
         try:
-            with self._shared.outputs.use(self._path) as fd:
-                write_all(fd, data, start)
+            self._shared.writer.write(self._file, data, start)
         except OSError as err:
             raise writing_failed(err, self._path) from err
         self._shared.count(len(data))
@@ -164,8 +166,7 @@ class Worker:
         """Note that an extent is written. True where it was its file's last."""
         shared = self._shared
         try:
-            with shared.outputs.use(self._path) as fd:
-                start_writeback(fd, extent.start, extent.stop - extent.start)
+            shared.writer.written(extent.file, extent.start, extent.stop - extent.start)
         except OSError as err:
             raise writing_failed(err, self._path) from err
         shared.journal.add(extent, done)
@@ -189,9 +190,10 @@ class Worker:
             raise too_short(place.path, place.stop, start + nbytes)
         with (
             self._opened(shared.sources.files, place.path, reading_failed) as source,
-            self._opened(shared.outputs, self._path, writing_failed) as out,
+            self._opened(shared.writer.files, self._path, writing_failed) as out,
         ):
             while done < nbytes:
+                began = time.perf_counter()
                 try:
                     got = os.copy_file_range(
                         source, out, min(_DIRECT_PIECE, nbytes - done), start + done, move.dst + done
@@ -204,6 +206,7 @@ class Worker:
                 if got == 0:
                     raise too_short(place.path, start + done, start + nbytes)
                 done += got
+                shared.writer.took(time.perf_counter() - began, got)
                 shared.count(got, direct=True)
         shared.sources.counted(done)
         return done
@@ -227,7 +230,7 @@ def finish(shared: Shared, number: int) -> int | None:
     path, checks = shared.paths[number], shared.checks[number]
     lates = list(checks.lates())
     try:
-        with shared.outputs.use(path) as fd:
+        with shared.writer.files.use(path) as fd:
             for start, data in lates:
                 write_all(fd, memoryview(data), start)
             os.fsync(fd)

@@ -113,18 +113,17 @@ def _line_stop(data: bytes | memoryview, at: int, where: str, name: str) -> int:
 def _read_ids(data: bytes | memoryview, start: int, stop: int) -> frozenset[int]:
     """Memo ids that a GET could name: whatever follows a byte that could be one, below the pickle's length."""
     flat = np.frombuffer(data, dtype=np.uint8)
-    found: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    known: set[int] = set()  # np.unique would import numpy.ma, a fiftieth of a second
     for first in range(start, stop, _WINDOW):
         part = flat[first : min(stop, first + _WINDOW + 4)].astype(np.uint8)
         short = np.flatnonzero(part[:-1] == CODE["BINGET"])
-        found.append(np.unique(part[short + 1]).astype(np.int64))
+        known.update(np.flatnonzero(np.bincount(part[short + 1])).tolist())
         if len(part) > 4:
             long = np.flatnonzero(part[:-4] == CODE["LONG_BINGET"])
             ids = part[long + 1].astype(np.int64)
             for byte in (1, 2, 3):
                 ids |= part[long + 1 + byte].astype(np.int64) << (8 * byte)
-            found.append(np.unique(ids[ids < stop - start]))
-    known = set(np.unique(np.concatenate(found)).tolist()) if found else set()
+            known.update(ids[ids < stop - start].tolist())
     if protocol_0_gets := _TEXT_GET.findall(data, start, stop):
         known.update(int(digits) for digits in protocol_0_gets)
     return frozenset(known)
