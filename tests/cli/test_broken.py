@@ -67,7 +67,7 @@ BYTES_ARE_FINE = {
 def test_each_fault_is_told_by_its_code(name, tmp_path):
     error = refused("convert", BROKEN / name, tmp_path / "out", "--to", "torch")
     alike = {
-        "header-truncated": {"empty-file"}, "header-too-large": {"html-page"}, "lora-rank-mismatch": {"unsupported"},
+        "header-truncated": {"empty-file"}, "header-too-large": {"html-page"},
         "pickle-unknown-global": {"unsupported"},
     }  # fmt: skip
     wanted = {k for kind in errors_of(name) for k in {kind, *alike.get(kind, ())}}

@@ -54,6 +54,7 @@ KEYS = {
         "resumable",
         "why",
         "quantized",
+        "adapter",
         "config",
         "unsafe",
         "unknown_globals",

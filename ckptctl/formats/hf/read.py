@@ -162,17 +162,27 @@ def _adapter(path: Path, folder: HfFolder) -> Checkpoint:
     if folder.config is not None:
         out.files.append(File(CONFIG, (path / CONFIG).stat().st_size, "config"))
     checkpoint = _checkpoint(out, path, f"adapter {kind}", replace(folder, carried=carried))
-    if config["peft_type"].upper() == "LORA":
-        problems = rank_problems(checkpoint, adapted(k.name for k in checkpoint.tensors))
-        warned = (*checkpoint.warnings, *(f"{p.what}: {p.why} ({p.where})" for p in problems))
-        checkpoint = replace(checkpoint, warnings=warned)
-    return checkpoint
+    warned = (f"{p.what}: {p.why} ({p.where})" for p in _rank_problems(checkpoint))
+    return replace(checkpoint, warnings=(*checkpoint.warnings, *warned))
+
+
+def _rank_problems(checkpoint: Checkpoint) -> list[Damaged]:
+    """What is wrong with a LoRA adapter's factors by their shapes."""
+    if checkpoint.adapter is None or checkpoint.adapter["peft_type"].upper() != "LORA":
+        return []
+    return rank_problems(checkpoint, adapted(k.name for k in checkpoint.tensors))
 
 
 def require_one_source(path: Path) -> None:
-    """Damaged where two sets of weights lie side by side and differ by a byte: loaders would take one in silence."""
+    """Damaged where two sets of weights lie side by side and differ by a byte: loaders would take one in silence.
+
+    Damaged, too, for an adapter whose factors do not fit each other: no loader takes it.
+    """
     if not path.is_dir():
         return
+    if (path / ADAPTER_CONFIG).is_file():
+        for problem in _rank_problems(read(path, Hints())):
+            raise problem
     sets = scan_folder(path).sets
     for a, b in itertools.pairwise(sets):
         if a.suffix == b.suffix == ".safetensors" and a.variant == b.variant:
