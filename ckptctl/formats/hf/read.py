@@ -181,8 +181,9 @@ def require_one_source(path: Path) -> None:
     if not path.is_dir():
         return
     if (path / ADAPTER_CONFIG).is_file():
-        for problem in _rank_problems(read(path, Hints())):
-            raise problem
+        wrong = _rank_problems(read(path, Hints()))
+        if wrong:
+            raise wrong[0]
     sets = scan_folder(path).sets
     for a, b in itertools.pairwise(sets):
         if a.suffix == b.suffix == ".safetensors" and a.variant == b.variant:
