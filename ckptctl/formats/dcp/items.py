@@ -7,7 +7,6 @@ pickle, so the head of every chunk that is needed is read; equal pickles, of whi
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
@@ -20,6 +19,7 @@ from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 from ckptctl.core.tensor import PieceTable, dense_strides
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.bytesource import FileBytes, HeldBytes
+from ckptctl.formats.dcp.copies import Place, same_item
 from ckptctl.formats.pickles.build import load
 from ckptctl.formats.torchfile.read import CALLS, TorchFile, open_torch
 from ckptctl.formats.torchfile.rebuild import Storages
@@ -70,6 +70,11 @@ class DataFiles:
                 found = self._open[number] = FileBytes(path, name=self.names[number])
             return found
 
+    def full(self, number: int) -> Path:
+        """Where file number of the index lies. MissingFile where it is not there."""
+        self.get(number)
+        return self.folder / self.names[number]
+
     def close(self) -> None:
         """Close what is open."""
         for f in self._open.values():
@@ -97,8 +102,6 @@ class Heads:
                 fix="copy the file again",
                 code="data-truncated",
             )
-        if not chunks.codec and length == math.prod(chunks.size[row].tolist()) * packed(chunks.dtype).itemsize:
-            raise _safetensors(chunks.name, where)  # bare data: an archive is longer
         wanted = HEAD_NBYTES
         while True:
             head = self._head(reader, offset, length, chunks.codec, wanted, where)
@@ -164,7 +167,7 @@ class Heads:
 
 def _safetensors(name: str, where: str) -> Unsupported:
     return Unsupported(
-        f"{name} lies in safetensors inside a .distcp file, which this version does not read",
+        f"{name} lies in safetensors inside a .distcp file, and compressed or of another length than its elements",
         where=where,
         fix="save with the default serialization format",
     )
@@ -222,6 +225,9 @@ class LazyTable(Sequence[PieceTable]):
 
     def _located(self) -> PieceTable:
         c = self.chunks
+        self._require_equal_copies()
+        if c.bare:
+            return PieceTable(c.shape, packed(c.dtype).itemsize, c.lo, c.size, self.numbers, c.offset)
         n, item = len(c.offset), packed(c.dtype).itemsize
         start = np.zeros(n, np.int64)
         strides = np.empty((n, len(c.shape)), np.int64)
@@ -239,6 +245,26 @@ class LazyTable(Sequence[PieceTable]):
             strides[row] = have
             dense = dense and all(a == b or k == 1 for a, b, k in zip(want, have, size, strict=True))
         return PieceTable(c.shape, item, c.lo, c.size, self.numbers, start, None if dense else strides)
+
+    def _require_equal_copies(self) -> None:
+        """Damaged where ranks that wrote the same chunk, each for itself, wrote different values."""
+        c = self.chunks
+        if c.copies is None:
+            return
+        files = self.heads.files
+        columns = (c.copies.row, c.copies.file, c.copies.offset, c.copies.length)
+        for row, file, offset, length in zip(*(col.tolist() for col in columns), strict=True):
+            if 0 in c.size[row].tolist():
+                continue
+            mine = Place(int(c.file[row]), int(c.offset[row]), int(c.length[row]))
+            if not same_item(files, mine, Place(file, offset, length), archives=not (c.codec or c.bare)):
+                raise Damaged(
+                    f"two ranks wrote different values of {c.name}",
+                    where=files.names[file],
+                    why=f"the chunk at {tuple(c.lo[row].tolist())} is another in {files.names[mine.file]}",
+                    fix="which one is right is in no file; --exclude leaves the tensor out",
+                    code="replicas-differ",
+                )
 
     def _agrees(self, ref: TensorRef, size: tuple[int, ...], row: int, at: int, item: int) -> None:
         """The item must be what the index says.

@@ -39,10 +39,20 @@ _PATH_LIMIT = 64
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Copies:
+    """Items that hold a chunk again, as columns: the row of the chunk, and where the item lies."""
+
+    row: Ints
+    file: Ints
+    offset: Ints
+    length: Ints
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Chunks:
     """One tensor of the index: its chunks as columns.
 
-    Offset and length are those of each chunk's item in file number file.
+    Offset and length are those of each chunk's item in file number file; where it is bare, of the chunk's bytes.
     """
 
     name: str
@@ -54,17 +64,20 @@ class Chunks:
     offset: Ints
     length: Ints
     codec: str = ""
+    bare: bool = False
+    copies: Copies | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ByteItem:
-    """One Python object of the index, and where its item lies."""
+    """One Python object of the index, and where its item lies. copies are the items of other ranks under its name."""
 
     name: str
     file: int
     offset: int
     length: int
     codec: str = ""
+    copies: tuple[ByteItem, ...] = ()
 
 
 @dataclass
@@ -124,7 +137,7 @@ def read_index(reader: ByteSource) -> Index:
         raise Damaged(
             "the metadata is no DCP metadata", where=reader.path, why=f"it holds {_kind(tree)}", code="metadata-damaged"
         )
-    out = Index(unsafe=[UnsafeGlobal(NAME, str(f.name), f.why) for f in loaded.unsafe])
+    out = Index(unsafe=[UnsafeGlobal(reader.path, str(f.name), f.why) for f in loaded.unsafe])
     try:
         _fill(out, tree, reader.path)
     except (TypeError, ValueError, KeyError, IndexError, OverflowError, AttributeError) as err:

@@ -25,12 +25,16 @@ from ckptctl.core.checkpoint import (
 from ckptctl.core.dtype import DType, packed
 from ckptctl.core.errors import CkptError, Damaged, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
-from ckptctl.core.values import Held, Tree
+from ckptctl.core.values import Array, Held, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.dcp.blobs import place
+from ckptctl.formats.dcp.copies import Place, same_item
 from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
-from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, read_index
+from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
+from ckptctl.formats.dcp.ranklocal import RANK_METADATA, is_rank_local, ranks_of, read_ranks
 from ckptctl.formats.parameters import named_states
+from ckptctl.formats.pickles.emit import dump
 from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, find, number, plain
 from ckptctl.formats.torchtensor import VALUE_LIMIT
 
@@ -50,11 +54,13 @@ class Leaf:
 
 
 def detect(path: Path) -> Evidence | None:
-    """A folder with a `.metadata` file, or that file itself."""
-    if path.name == NAME and path.is_file():
+    """A folder with a `.metadata` file or one a rank, or such a file itself."""
+    if (path.name == NAME or RANK_METADATA.fullmatch(path.name)) and path.is_file():
         path = path.parent
     if path.is_dir() and (path / NAME).is_file():
         return Evidence("dcp", f"it holds {NAME}", path)
+    if path.is_dir() and (ranks := ranks_of(path)):
+        return Evidence("dcp", f"it holds {next(iter(ranks.values())).name}, one metadata a rank", path)
     return None
 
 
@@ -67,6 +73,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     optimizer = folder.optimizer(found, hints) if found.has_optimizer else None
     rest = {name: folder.value(name, tree) for name, tree in found.rest.items()}
     model_values = {name: folder.value(f"model.{name}", tree) for name, tree in found.model_values.items()}
+    folder.require_equal_objects(found)
     config = rest.get("config")
     facts = (
         Facts.of(plain(config), f"{path.name} (config)")
@@ -75,7 +82,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     )
     return Checkpoint(
         "dcp",
-        "zstd" if any(c.codec for c in folder.index.items.values()) else "",
+        folder.variant(),
         str(path),
         tuple(folder.sources),
         folder.tensors,
@@ -99,24 +106,22 @@ class _Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with FileBytes(path / NAME, name=NAME) as reader:
-            self.index, self.metadata_nbytes = read_index(reader), reader.nbytes
+        self.index, self.metadata_nbytes = _index_of(path)
         self.files = DataFiles(path, self.index.files)
         self.heads = Heads(self.files)
+        self.has_blobs = place(self.index, self.files)
         self.sources = [Source(name) for name in self.index.files]
         self.tensors: dict[Key, Tensor] = {}
         self.keys: dict[str, Key] = {}
         self.unsafe: list[UnsafeGlobal] = list(self.index.unsafe)
         self.unknown: set[str] = set()
+        self.differing: dict[str, str] = {}
         self._require_apart()
         self.leaves = {n: Leaf(n, c.dtype, c.shape) for n, c in self.index.items.items() if isinstance(c, Chunks)}
         self.values = {n: self._object(item) for n, item in self.index.items.items() if isinstance(item, ByteItem)}
 
     def _require_apart(self) -> None:
-        """Damaged where two items share bytes: one of them is then not what it is said to be.
-
-        Items as safetensors all name the start of their common blob; they are told apart later.
-        """
+        """Damaged where two items share bytes: one of them is then not what it is said to be."""
         cut = [c for c in self.index.items.values() if isinstance(c, Chunks)]
         whole = [c for c in self.index.items.values() if isinstance(c, ByteItem)]
         columns = [
@@ -127,8 +132,6 @@ class _Folder:
         file, offset, length = (c[order] for c in columns)
         meet = (file[1:] == file[:-1]) & (offset[:-1] + length[:-1] > offset[1:]) & (length[1:] > 0)
         for row in np.flatnonzero(meet).tolist():
-            if self._is_blob(int(file[row]), int(offset[row])):
-                continue
             raise Damaged(
                 "two items of the metadata share bytes of a file",
                 where=self.index.files[int(file[row])],
@@ -137,15 +140,23 @@ class _Folder:
                 code="overlap",
             )
 
-    def _is_blob(self, file: int, offset: int) -> bool:
-        try:
-            reader = self.files.get(file)
-            return reader.read(offset, min(9, reader.nbytes - offset))[8:] == b"{"
-        except CkptError:
-            return False
+    def variant(self) -> str:
+        """How the folder differs from what torch writes by default, in words."""
+        return " ".join(
+            word
+            for word, is_so in (
+                ("rank-local", NAME not in self.metadata_nbytes),
+                ("safetensors", self.has_blobs),
+                ("zstd", any(c.codec for c in self.index.items.values())),
+            )
+            if is_so
+        )
 
     def _object(self, item: ByteItem) -> Tree:
         tree, opened = read_object(item, self.files)
+        for copy in item.copies:
+            if not self._is_same(item, tree, copy):
+                self.differing.setdefault(item.name, self.files.names[copy.file])
         if opened is None:
             return tree
         self.unsafe += [
@@ -153,6 +164,36 @@ class _Folder:
         ]
         self.unknown.update(str(f.name) for f in opened.unknown)
         return tree
+
+    def _is_same(self, item: ByteItem, tree: Tree, copy: ByteItem) -> bool:
+        """Whether another rank wrote the same object."""
+        a, b = (Place(i.file, i.offset, i.length) for i in (item, copy))
+        if same_item(self.files, a, b, archives=False):
+            return True
+        other, opened = read_object(copy, self.files)
+        if opened is not None:
+            self.unsafe += [
+                UnsafeGlobal(f"{self.files.names[copy.file]} ({item.name})", str(f.name), f.why) for f in opened.unsafe
+            ]
+        return dump(tree) == dump(other)
+
+    def require_equal_objects(self, found: Found) -> None:
+        """Damaged where ranks that saved by themselves differ about the model or the optimizer.
+
+        Anything else that differs, such as each rank's random state, is the lowest rank's, with a warning.
+        """
+        for name, file in self.differing.items():
+            path = self.index.paths.get(name, (name,))
+            parts = [p for p in (found.model_path, found.optimizer_path) if p]
+            if not parts or any(path[: len(p)] == p for p in parts):
+                raise Damaged(
+                    f"two ranks wrote different values of {name}",
+                    where=file,
+                    why="each rank saved by itself (use_collectives=False)",
+                    fix="which one is right is in no file; save it with one metadata for all ranks",
+                    code="replicas-differ",
+                )
+            self.index.warnings.append(f"{name} differs between ranks: the lowest rank's is taken")
 
     def nested(self) -> Tree:
         """The nested state that was saved, by the index's own paths; without them every name stands by itself.
@@ -237,9 +278,25 @@ class _Folder:
             raise Unsupported(
                 f"{leaf.name} is a small tensor in {len(chunks.offset)} chunks outside model and optimizer", where=NAME
             )
-        return self._object(
-            ByteItem(leaf.name, int(chunks.file[0]), int(chunks.offset[0]), int(chunks.length[0]), chunks.codec)
-        )
+        file, offset, length = int(chunks.file[0]), int(chunks.offset[0]), int(chunks.length[0])
+        if chunks.bare or 0 in leaf.shape:
+            reader = self.files.get(file)
+            data = reader.read(offset, leaf.dtype.nbytes(leaf.shape)) if 0 not in leaf.shape else b""
+            value: Tree = Array(leaf.dtype.name, leaf.shape, data)
+        else:
+            value = self._object(ByteItem(leaf.name, file, offset, length, chunks.codec))
+        self._compare_array(chunks)
+        return value
+
+    def _compare_array(self, chunks: Chunks) -> None:
+        """Notes where another rank has another value of a small tensor."""
+        if chunks.copies is None:
+            return
+        mine = Place(int(chunks.file[0]), int(chunks.offset[0]), int(chunks.length[0]))
+        columns = (chunks.copies.file, chunks.copies.offset, chunks.copies.length)
+        for other in zip(*(c.tolist() for c in columns), strict=True):
+            if not same_item(self.files, mine, Place(*other), archives=not (chunks.codec or chunks.bare)):
+                self.differing.setdefault(chunks.name, self.files.names[other[0]])
 
     def step(self, rest: Mapping[str, Tree], found: Found) -> int | None:
         """The step: a counter at the top, else what the optimizer's first parameter counts."""
@@ -261,12 +318,13 @@ class _Folder:
     def world_size(self) -> int | None:
         """How many ranks wrote, by the numbers in the files' names."""
         ranks = {int(m[1]) for f in self.index.files if (m := _RANK_FILE.fullmatch(Path(f).name))}
+        ranks |= {int(m[1]) for f in self.metadata_nbytes if (m := RANK_METADATA.fullmatch(f))}
         return max(ranks) + 1 if ranks else None
 
     def sizes(self) -> tuple[File, ...]:
         """The files with their sizes; one that is not there has none."""
         data = (File(f, (self.path / f).stat().st_size if (self.path / f).is_file() else 0) for f in self.index.files)
-        return (File(NAME, self.metadata_nbytes, "index"), *data)
+        return (*(File(n, size, "index") for n, size in self.metadata_nbytes.items()), *data)
 
     def entries(self) -> tuple[Entry, ...]:
         """Every item under the source's own name and path."""
@@ -280,6 +338,19 @@ class _Folder:
                     Entry(name, path, None, self.array(self.leaves[name]) if name in self.leaves else self.values[name])
                 )
         return tuple(out)
+
+
+def _index_of(path: Path) -> tuple[Index, dict[str, int]]:
+    """The index of a folder, and the metadata files that it comes from, with their bytes."""
+    if is_rank_local(path):
+        return read_ranks(path)
+    with FileBytes(path / NAME, name=NAME) as reader:
+        index, sizes = read_index(reader), {NAME: reader.nbytes}
+    if left := ranks_of(path):
+        index.warnings.append(
+            f"{NAME} is taken; {len(left)} files of single ranks lie beside it ({next(iter(left.values())).name}, ...)"
+        )
+    return index, sizes
 
 
 def _is_setting(path: tuple[PathKey, ...]) -> bool:

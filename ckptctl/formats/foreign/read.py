@@ -32,10 +32,6 @@ SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
     ("a folder of per-rank torch files", lambda p: _any(p, "*rank_0*.pt", "*rank0*.pt")),
     ("a Lightning sharded checkpoint", lambda p: _any(p, "meta.pt") if (p / ".metadata").is_file() else ""),
     (
-        "a DCP folder with one metadata a rank (use_collectives=False)",
-        lambda p: _any(p, "__*.metadata") if not (p / ".metadata").is_file() else "",
-    ),
-    (
         "a DeepSpeed checkpoint",
         lambda p: _any(
             p,
@@ -68,7 +64,6 @@ SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
         ),
     ),
     ("a ColossalAI checkpoint", lambda p: _any(p, "model", "modeling") if _any(p, "optimizer", "lr_scheduler") else ""),
-    ("sharded safetensors of DCP's Hugging Face writer", lambda p: _any(p, "shard-*-model-*-of-*.safetensors")),
     ("a NeMo archive", lambda p: _any(p, "model_weights", "context")),
 )
 FILE_SIGNS: tuple[tuple[str, Callable[[Path], bool]], ...] = (

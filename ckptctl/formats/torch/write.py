@@ -192,7 +192,23 @@ def write(content: Content, choices: Choices) -> Written:
         lines.append(
             Line("torch.load", "carried", f"weights_only=True refuses this file: it holds {', '.join(refused[:4])}")
         )
+    if _names_without_group(content):
+        lines.append(
+            Line(
+                "param groups",
+                "filled",
+                "one group that lists the parameters with state, without settings: give lr and the rest before going on",
+            )
+        )
     return Written((OutputFile("", segments),), False, tuple(lines))
+
+
+def _names_without_group(content: Content) -> list[str]:
+    """Parameters with state where the source keeps no groups at all: a loader still has to learn which they are."""
+    if content.optimizer is not None and content.optimizer.groups:
+        return []
+    scalars = content.optimizer.scalars if content.optimizer is not None else {}
+    return list(dict.fromkeys(name for name, _ in (*content.states, *scalars)))
 
 
 def _tree(content: Content, choices: Choices, made: TorchTree) -> Tree:
@@ -228,6 +244,8 @@ def _optimizer(content: Content, choices: Choices, made: TorchTree) -> Tree:
         {**{k: made.value(v) for k, v in g.options.items()}, "params": [numbers[p] for p in g.params]}
         for g in optimizer.groups
     ]
+    if without := _names_without_group(content):
+        groups = [{"params": [numbers[n] for n in without]}]
     return {
         "state": {numbers[n]: entry for n, entry in states.items()},
         "param_groups": groups,
