@@ -8,7 +8,6 @@ utils/constants.py; torch 2.13.0, distributed/checkpoint/_hf_utils.py.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,7 +19,7 @@ from ckptctl.formats.hf.config import CONFIG, read_config
 from ckptctl.formats.hf.index import Index, read_index
 from ckptctl.formats.jsonscan import short
 from ckptctl.formats.paths import why_outside
-from ckptctl.formats.st.header import StHeader, read_header
+from ckptctl.formats.st.header import read_header
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -299,30 +298,3 @@ def _equal_bytes(path: Path, a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
             if left.read(start_a + at, n) != right.read(start_b + at, n):
                 return False
     return True
-
-
-def slices(header: StHeader, path: str) -> dict[str, tuple[int, ...]] | None:
-    """Name -> offsets of the slice that a file of torch's DCP writer holds; None for a file of whole tensors.
-
-    The global shape is in no file: it is the largest offset + size over all shards. Damaged, code dcp-sharding-info,
-    where the text is no such map. Source: torch 2.13.0, distributed/checkpoint/hf_storage.py and _hf_utils.py,
-    DCP_SHARDING_INFO.
-    """
-    text = header.metadata.get("DCP_SHARDING_INFO")
-    if text is None:
-        return None
-    try:
-        info = json.loads(text)
-        out = {name: tuple(info[name]["saved_offsets"]) for name in header.entries}
-    except (ValueError, RecursionError, KeyError, TypeError) as err:
-        why = f"{type(err).__name__}: {str(err)[:100]}"
-        raise Damaged(
-            "DCP_SHARDING_INFO cannot be read", where=path, why=why, fix="copy it again", code="dcp-sharding-info"
-        ) from err
-    for name, offsets in out.items():
-        shape = header.entries[name].shape
-        if len(offsets) != len(shape) or any(type(o) is not int or not 0 <= o < 1 << 63 for o in offsets):
-            what = f"the slice of {short(name)} has offsets that do not fit it"
-            why = f"offsets {list(offsets)[:8]}, shape {list(shape)[:8]}"
-            raise Damaged(what, where=path, why=why, fix="copy it again", code="dcp-sharding-info")
-    return out

@@ -18,9 +18,11 @@ from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf.adapter import adapted, rank_problems
 from ckptctl.formats.hf.config import CONFIG, quantization, read_config
-from ckptctl.formats.hf.files import ADAPTER_CONFIG, HfFolder, WeightSet, compare_sources, scan_folder, slices
+from ckptctl.formats.hf.files import ADAPTER_CONFIG, HfFolder, WeightSet, compare_sources, scan_folder
+from ckptctl.formats.hf.shards import model_shapes, read_shards
 from ckptctl.formats.jsonscan import short
 from ckptctl.formats.st.header import read_header
+from ckptctl.formats.st.slices import slices
 from ckptctl.formats.state import find
 from ckptctl.formats.torchfile.read import open_torch
 from ckptctl.formats.torchtensor import aliases, tensor_of, value_of
@@ -47,8 +49,8 @@ def detect(path: Path) -> Evidence | None:
     if found.chosen is not None:
         what = found.chosen.index or next(iter((*found.chosen.files, *found.chosen.missing)), "weights")
         return Evidence("hf", f"it holds {what}", path)
-    if found.config is not None and found.dcp_shards:
-        return Evidence("hf", f"it holds {CONFIG}", path)
+    if found.dcp_shards:
+        return Evidence("hf", f"it holds {found.dcp_shards[0]}, slices of DCP's Hugging Face writer", path)
     return None
 
 
@@ -92,11 +94,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         return _checkpoint(out, path, "safetensors", None)
     folder = scan_folder(path)
     if folder.dcp_shards and folder.chosen is None:
-        raise Unsupported(
-            "these are sharded safetensors of DCP's Hugging Face writer, which this version does not read yet",
-            where=str(path),
-            why=f"it holds {folder.dcp_shards[0]}",
-        )
+        return _shards(path, folder, hints)
     if (path / ADAPTER_CONFIG).is_file():
         return _adapter(path, folder)
     chosen = folder.require_files()
@@ -192,6 +190,21 @@ def require_one_source(path: Path) -> None:
                 raise problem
 
 
+def _shards(path: Path, folder: HfFolder, hints: Hints) -> Checkpoint:
+    """The checkpoint of a folder that holds slices only."""
+    facts = hints.facts
+    if facts.config is None and folder.config is not None:
+        facts = Facts(folder.config, (path / CONFIG).read_bytes(), CONFIG)
+    config = folder.config if folder.config is not None else facts.config
+    found = read_shards(path, folder.dcp_shards, model_shapes(config) if config is not None else None)
+    out = _Reading(path, found.tensors, sources=found.sources, files=found.files, metadata=found.metadata)
+    out.warnings += found.warnings
+    out.files += [File(n, (path / n).stat().st_size, "extra") for n in folder.carried]
+    if folder.config is not None:
+        out.files.append(File(CONFIG, (path / CONFIG).stat().st_size, "config"))
+    return replace(_checkpoint(out, path, "safetensors sharded", folder), layout={"world_size": found.ranks})
+
+
 def _checkpoint(out: _Reading, path: Path, variant: str, folder: HfFolder | None) -> Checkpoint:
     facts, method = Facts(), ""
     config = folder.config if folder is not None else None
@@ -227,9 +240,10 @@ def _read_safetensors(out: _Reading, name: str, source: str) -> None:
         out.files.append(File(name, reader.nbytes))
         if slices(header, name) is not None:
             raise Unsupported(
-                "the file holds slices of tensors (DCP's Hugging Face writer), which this version does not read yet",
+                "the file holds one rank's slices of tensors (DCP's Hugging Face writer)",
                 where=name,
                 why="DCP_SHARDING_INFO is in its header",
+                fix="give the folder that holds all ranks' files",
             )
     number = len(out.sources)
     out.sources.append(Source(source))

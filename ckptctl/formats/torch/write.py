@@ -197,7 +197,7 @@ def write(content: Content, choices: Choices) -> Written:
             Line(
                 "param groups",
                 "filled",
-                "one group that lists the parameters with state, without settings: give lr and the rest before going on",
+                "one group that lists the parameters with state, without settings: give lr and the rest yourself",
             )
         )
     return Written((OutputFile("", segments),), False, tuple(lines))

@@ -10,8 +10,9 @@ import safetensors.numpy
 from ckptctl.core.errors import CkptError, Damaged, MissingFact, MissingFile, Unrecognised, Unsafe
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf.config import config_dtype, quantization, read_config
-from ckptctl.formats.hf.files import compare_sources, scan_folder, slices
+from ckptctl.formats.hf.files import compare_sources, scan_folder
 from ckptctl.formats.st.header import read_header
+from ckptctl.formats.st.slices import slices
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 
