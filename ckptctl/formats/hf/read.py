@@ -19,7 +19,7 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf.adapter import adapted, rank_problems
 from ckptctl.formats.hf.config import CONFIG, quantization, read_config
 from ckptctl.formats.hf.files import ADAPTER_CONFIG, HfFolder, WeightSet, compare_sources, scan_folder
-from ckptctl.formats.hf.shards import model_shapes, read_shards
+from ckptctl.formats.hf.shards import read_shards
 from ckptctl.formats.jsonscan import short
 from ckptctl.formats.st.header import read_header
 from ckptctl.formats.st.slices import slices
@@ -196,7 +196,7 @@ def _shards(path: Path, folder: HfFolder, hints: Hints) -> Checkpoint:
     if facts.config is None and folder.config is not None:
         facts = Facts(folder.config, (path / CONFIG).read_bytes(), CONFIG)
     config = folder.config if folder.config is not None else facts.config
-    found = read_shards(path, folder.dcp_shards, model_shapes(config) if config is not None else None)
+    found = read_shards(path, folder.dcp_shards, config)
     out = _Reading(path, found.tensors, sources=found.sources, files=found.files, metadata=found.metadata)
     out.warnings += found.warnings
     out.files += [File(n, (path / n).stat().st_size, "extra") for n in folder.carried]

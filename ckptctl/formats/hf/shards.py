@@ -20,9 +20,11 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.jsonscan import short
 from ckptctl.formats.st.header import read_header
 from ckptctl.formats.st.slices import OWN_METADATA, slices
+from ckptctl.names import family, head_and_embedding
+from ckptctl.names.families import NAMESPACES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from ckptctl.core.dtype import DType
@@ -55,8 +57,8 @@ class _Draft:
     rows: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
 
 
-def read_shards(path: Path, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]] | None = None) -> Shards:
-    """The tensors of a folder whose shard files are names. shapes are those that the model must have, where known.
+def read_shards(path: Path, names: Sequence[str], config: Mapping[str, Any] | None = None) -> Shards:
+    """The tensors of a folder whose shard files are names. config is the model's, where known: it asks for shapes.
 
     MissingFile where a file's own name says that another is there; Damaged where slices contradict each other, leave a
     hole, or make another shape than the model's.
@@ -96,6 +98,7 @@ def read_shards(path: Path, names: Sequence[str], shapes: Mapping[str, tuple[int
             draft.rows.append((number, e.start_byte, offsets[tensor], e.shape))
     for tensor, draft in drafts.items():
         out.tensors[Key(tensor)] = _tensor(tensor, draft)
+    shapes = model_shapes(config, drafts) if config is not None else {}
     lost = _agree(out, shapes)
     if gap is not None and (not shapes or lost):
         raise gap
@@ -174,7 +177,7 @@ def _tensor(name: str, draft: _Draft) -> Tensor:
     return Tensor(Key(name), draft.dtype, shape, (table,))
 
 
-def _agree(out: Shards, shapes: Mapping[str, tuple[int, ...]] | None) -> list[str]:
+def _agree(out: Shards, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The model's tensors that are not there. Damaged where its config asks for another shape of one that is."""
     if not shapes:
         out.warnings.append(NOT_PROVEN)
@@ -196,6 +199,23 @@ def _agree(out: Shards, shapes: Mapping[str, tuple[int, ...]] | None) -> list[st
     return [n for n in shapes if n not in there]
 
 
-def model_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of the model that a config describes; {} for a family that is not known here."""
-    return {}
+def model_shapes(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that a config's model has, in the namespace that names are of.
+
+    {} for a family that is not known here, and for a config that describes no model.
+    """
+    there = set(names)
+    model = family(config)
+    best: dict[str, tuple[int, ...]] = {}
+    try:
+        for namespace in NAMESPACES if model is not None else ():
+            assert model is not None
+            found = {p.name: p.shape for p in (*model.parameters(namespace), *model.buffers(namespace))}
+            if len(there & set(found)) > len(there & set(best)):
+                best = found
+    except Damaged:
+        return {}
+    pair = head_and_embedding(there)
+    if pair is not None and pair[1] in best:
+        best.setdefault(pair[0], best[pair[1]])
+    return best

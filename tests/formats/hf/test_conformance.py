@@ -23,6 +23,8 @@ SAMPLES = [
     Sample("hf/qwen2-bin", variant="bin"),
     Sample("hf/qwen2-bin-prezip", variant="bin"),
     Sample("hf/gpt2-bin", variant="bin"),
+    Sample("hf/llama-dcp-hf-4ranks", 4, "safetensors sharded"),
+    Sample("hf/qwen3-dcp-hf-3ranks", 3, "safetensors sharded"),
 ]
 SHARDED = "hf/llama-sharded"
 FIRST = "model-00001-of-00006.safetensors"
