@@ -126,6 +126,8 @@ class Checkpoint:
     files: tuple[File, ...] = ()
     extras: tuple[str, ...] = ()
     """Files to carry unchanged into a Hugging Face folder."""
+    extras_root: str = ""
+    """The folder that extras lie in, relative to root: no part of their names in a target."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Free text entries of safetensors headers, kept when rewriting."""
     entries: Sequence[Entry] = ()

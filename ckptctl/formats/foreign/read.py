@@ -28,8 +28,6 @@ SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
         "an Accelerate folder",
         lambda p: _any(p, "pytorch_model_fsdp_*", "optimizer_[0-9]*", "random_states_*.pkl", "pytorch_model_fsdp.bin"),
     ),
-    ("a verl folder", lambda p: _any(p, "model_world_size_*_rank_*.pt")),
-    ("a folder of per-rank torch files", lambda p: _any(p, "*rank_0*.pt", "*rank0*.pt")),
     ("a Lightning sharded checkpoint", lambda p: _any(p, "meta.pt") if (p / ".metadata").is_file() else ""),
     (
         "a DeepSpeed checkpoint",

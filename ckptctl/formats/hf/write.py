@@ -188,7 +188,8 @@ def _extras(source: Checkpoint, choices: Choices, lines: list[Line]) -> _Extras:
         out.sources = (*out.sources, Source(name))
         out.tensors[key] = Tensor(key, byte, shape, (PieceTable.whole(shape, 1, number, 0),))
         region = Region(key, byte, shape, (0,), shape)
-        out.files.append(OutputFile(Path(name).as_posix(), lambda region=region: [region]))  # type: ignore[misc]
+        target = Path(name).relative_to(source.extras_root).as_posix()
+        out.files.append(OutputFile(target, lambda region=region: [region]))  # type: ignore[misc]
     if out.files:
         lines.append(Line("tokenizer and other files", "carried", ", ".join(f.path for f in out.files)))
     return out

@@ -18,6 +18,7 @@ from ckptctl.core.values import Record, TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.parameters import named_states
+from ckptctl.formats.ranks import read as ranks
 from ckptctl.formats.state import Found, find, number, plain
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import aliases, read_array, tensor_of, value_of
@@ -31,6 +32,8 @@ LIGHTNING = "pytorch-lightning_version"
 
 def detect(path: Path) -> Evidence | None:
     """A file that begins as a zip or as a pickle, or whose name says it is torch's."""
+    if path.is_dir():
+        return ranks.detect(path)
     if not path.is_file():
         return None
     with path.open("rb") as stream:
@@ -44,8 +47,12 @@ def detect(path: Path) -> Evidence | None:
 
 def read(path: Path, hints: Hints) -> Checkpoint:
     """The checkpoint in one torch file. Unsupported for what torch pickles besides plain tensors, naming it."""
+    if path.is_dir():
+        return ranks.read(path, hints)
     with FileBytes(path, name=path.name) as reader:
         opened = open_torch(reader)
+        if _is_cut(opened):
+            return ranks.read(path, hints)
         found = find(_as_dict(opened.root, str(path), is_unsafe=bool(opened.unsafe)), _is_tensor)
         if isinstance(opened.root, dict) and LIGHTNING in opened.root:
             raise Unsupported(
@@ -54,7 +61,6 @@ def read(path: Path, hints: Hints) -> Checkpoint:
                 why=f"it has {LIGHTNING}",
                 fix="read here are plain torch.save files of a state dict, or of model and optimizer",
             )
-        _refuse_wrapped(opened, str(path))
         return checkpoint_of(opened, found, path, hints, reader)
 
 
@@ -83,16 +89,11 @@ def _is_tensor(tree: Tree) -> bool:
     return isinstance(tree, TensorRef)
 
 
-def _refuse_wrapped(opened: TorchFile, where: str) -> None:
-    """Per-rank files hold slices, not tensors: reading them as tensors would be silently wrong."""
-    for name in opened.globals:
-        if name.name in ("DTensor", "ShardedTensor") and name.module.startswith("torch.distributed"):
-            raise Unsupported(
-                f"the file holds {name.name}s: it is one rank's part of a checkpoint",
-                where=where,
-                why="this version reads whole tensors and DCP folders",
-                fix="save with torch.distributed.checkpoint, or gather before saving",
-            )
+def _is_cut(opened: TorchFile) -> bool:
+    """Whether the file holds slices: reading them as tensors would be silently wrong."""
+    return any(
+        g.name in ("DTensor", "ShardedTensor") and g.module.startswith("torch.distributed") for g in opened.globals
+    )
 
 
 def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, reader: FileBytes) -> Checkpoint:
