@@ -133,9 +133,7 @@ def test_hostile_pickles_are_shown_and_refused(name, tmp_path):
 
 
 FOREIGN = {
-    "torch/verl_fsdp2": "verl",
     "torch/trainer": "Trainer",
-    "torch/fsdp1_local": "per-rank",
     "torch/lightning_ckpt": "Lightning",
     "hf/mixtral-trainer": "Trainer",
     "megatron/legacy_tp2pp2_distopt_dp2": "Megatron",
@@ -147,8 +145,6 @@ BESIDE = {
     "torch/dcp_rank_local": "one metadata a rank",
     "torch/lightning_fsdp2_dir": "Lightning",
     "torch/dcp_hf_sharded": "safetensors",
-    "torch/fsdp1_local_flat": "per-rank",
-    "torch/verl_fsdp1": "verl",
     "deepspeed/zero2-dp2-bf16": "DeepSpeed",
     "deepspeed/universal-zero2-dp2-fp32": "DeepSpeed",
     "deepspeed/hf-trainer-zero2-dp2-bf16": "Trainer",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
@@ -52,7 +53,7 @@ def _is_unit(name: str, gathered: Gathered) -> bool:
     return name.endswith(SUFFIX) and gathered.how == "sharded" and len(gathered.shape) == 1
 
 
-# ---- a model of flat parameters ----------------------------------------------------------------------------------------
+# ---- a model of flat parameters ---------------------------------------------------------------------------------
 
 
 def from_units(model: Mapping[str, Gathered], facts: Facts, where: str) -> Flat:
@@ -82,12 +83,11 @@ def from_units(model: Mapping[str, Gathered], facts: Facts, where: str) -> Flat:
     laid = {n: tuple(_members_of(n, prefixes, shapes)) for n in units} if shapes else {}
     for unit, inside in laid.items():
         total = inside[-1].stop if inside else 0
-        if share(total, units[unit].ways) != shares[unit]:
+        if total != units[unit].shape[0]:
             raise MissingFact(
                 f"the model's config does not fit {unit}",
                 where=where,
-                why=f"its parameters have {total} elements by the config, the files have room for "
-                f"{shares[unit] * units[unit].ways} in {units[unit].ways} parts",
+                why=f"its parameters have {total} elements by the config, the files hold {units[unit].shape[0]}",
                 fix="give the config of this model with --model-config",
                 code="wrapping",
             )
@@ -103,14 +103,18 @@ def from_units(model: Mapping[str, Gathered], facts: Facts, where: str) -> Flat:
 
 
 def _share(unit: Gathered, where: str) -> int:
-    """How many elements of a unit each rank has; Damaged where shards are not equal parts in the order of ranks."""
+    """How many elements of a unit each rank has, the last ones with padding that the unit itself leaves out.
+
+    Damaged where shards are not equal parts in the order of ranks.
+    """
     each = share(unit.shape[0], unit.ways)
     for row in unit.columns.tolist():
-        if row[4] != each * unit.way[row[0]] or row[5] != each:
+        first = each * unit.way[row[0]]
+        if row[4] != first or row[5] != min(each, unit.shape[0] - first):
             raise Damaged(
                 f"{unit.name} is not cut as FSDP1 cuts",
                 where=where,
-                why=f"rank {row[0]} has {row[5]} elements from {row[4]} on, {each} from {each * unit.way[row[0]]} are due",
+                why=f"rank {row[0]} has {row[5]} elements from {row[4]} on, {each} from {first} on are due",
                 code="wrapping",
             )
     return each
@@ -132,12 +136,12 @@ def _lies_in(fragment: Gathered, unit: Gathered, where: str) -> bool:
             return False
         placed.append((unit.way[row[0]], (row[2] - start) // item, row[5], n, row[0]))
     placed.sort()
-    for a, b in zip(placed, placed[1:], strict=False):
+    for a, b in pairwise(placed):
         if a[0] != b[0] and (b[0] != a[0] + 1 or a[1] + a[2] != a[3] or b[1] != 0):
             raise Damaged(
                 f"the parts of {fragment.name} do not join",
                 where=where,
-                why=f"rank {a[4]} has {a[2]} elements from {a[1]} on in a shard of {a[3]}, rank {b[4]} goes on at {b[1]}",
+                why=f"rank {a[4]} has {a[2]} elements from {a[1]} on of {a[3]}, rank {b[4]} goes on at {b[1]}",
                 fix="check that the files are of one run and one step",
                 code="wrapping",
             )
@@ -163,10 +167,10 @@ def _members_of(unit: str, prefixes: Mapping[str, str], shapes: Mapping[str, tup
     return members(mine, shapes)
 
 
-# ---- the optimizer's state ---------------------------------------------------------------------------------------------
+# ---- the optimizer's state --------------------------------------------------------------------------------------
 
 
-def is_flat_state(model: Mapping[str, Gathered], states: Mapping[object, Mapping[str, Tree]]) -> bool:
+def is_flat_state(model: Mapping[str, Gathered], states: Mapping[PathKey, Mapping[str, Tree]]) -> bool:
     """Whether all state is plain and in one dimension while weights are cut: state of flat parameters or fragments."""
     kept = [v for entry in states.values() for v in entry.values() if isinstance(v, Gathered) and v.shape]
     plain = bool(kept) and all(v.how == "plain" and len(v.shape) == 1 for v in kept)
@@ -211,7 +215,7 @@ def flat_alone(
     plain: tuple[Optimizer, States],
     where: str,
 ) -> tuple[Optimizer, States]:
-    """One rank's state of units, where that is what it is: all of it in one dimension, under fewer numbers than weights.
+    """One rank's state of units, where that is what it is: all in one dimension, under fewer numbers than weights.
 
     Otherwise, and where the units cannot be told, what plain says.
     """

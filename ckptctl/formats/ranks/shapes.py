@@ -27,6 +27,7 @@ def shapes_of(facts: Facts, names: Sequence[str]) -> tuple[dict[str, tuple[int, 
         said = facts.family or "none"
         return {}, f"it is kept flat, and the shapes of a model of this family ({said}) are not known here"
     namespaces: tuple[Namespace, ...] = ("module5", "module4")
+    shapes: dict[str, tuple[int, ...]] = {}
     for namespace in namespaces:
         shapes = {p.name: p.shape for p in found.parameters(namespace)}
         pair = head_and_embedding([*shapes, *names])

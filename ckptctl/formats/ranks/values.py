@@ -27,7 +27,9 @@ def same(a: Tree, b: Tree, depth: int = 0) -> bool:
     if isinstance(a, Array):
         return (a.dtype, a.shape, a.data) == (b.dtype, b.shape, b.data)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(v, b[k], depth + 1) for k, v in a.items())
+        return len(a) == len(b) and all(
+            k == j and same(v, b[j], depth + 1) for (k, v), j in zip(a.items(), b, strict=True)
+        )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y, depth + 1) for x, y in zip(a, b, strict=True))
     if isinstance(a, Record):
