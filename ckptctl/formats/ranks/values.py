@@ -36,7 +36,7 @@ def same(a: Tree, b: Tree, depth: int = 0) -> bool:
         sides = [(r.func, r.args, r.how, r.kwargs, r.state, r.items, [list(p) for p in r.pairs]) for r in (a, b)]
         return same(sides[0], sides[1], depth + 1)
     if isinstance(a, float):
-        return a.hex() == b.hex()
+        return bool(a.hex() == b.hex())
     return bool(a == b)
 
 
