@@ -41,6 +41,10 @@ class Item:
     def rows(self, start: int, stop: int, *, crc: bool = False) -> Region:
         """Rows [start, stop) of axis 0."""
         lo, size = (start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:])
+        return self.box(lo, size, crc=crc)
+
+    def box(self, lo: tuple[int, ...], size: tuple[int, ...], *, crc: bool = False) -> Region:
+        """The elements lo <= i < lo + size, axis by axis."""
         return Region(self.key, self.dtype, self.shape, lo, size, crc=crc)
 
 

@@ -70,11 +70,6 @@ def check_flags(wanted: Conversion) -> None:
             flag = f"--{name.replace('_', '-')}"
             takers = ", ".join(t for t, target in TARGETS.items() if name in target.flags)
             raise Usage(f"{flag} is for --to {takers}, not for --to {wanted.to}", fix=f"leave {flag} out")
-    if wanted.tp is not None and wanted.tp > 1:
-        raise Unsupported(
-            f"--tp {wanted.tp}: a DCP folder over a 2-D mesh is not written by this version",
-            fix="use --dp alone: DCP loads at any mesh",
-        )
 
 
 def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = False) -> tuple[Content, list[Line]]:

@@ -136,10 +136,8 @@ def reshard(
     wanted = Conversion(source.format, dp=dp, tp=tp, max_shard_size=max_shard_size or "5GB")
     check_flags(wanted)
     content, lines = content_of(source, wanted, own_names=True)
-    ranks = dp or source.layout.get("world_size") or 1
-    choices = Choices(
-        parse_size(wanted.max_shard_size, "--max-shard-size"), ranks, tp or 1, own_names=source.format == "dcp"
-    )
+    mesh = _mesh(source, dp, tp)
+    choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), *mesh, own_names=source.format == "dcp")
     planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))
     document: Document = {
         "schema": "ckptctl.reshard/1",
@@ -147,10 +145,18 @@ def reshard(
         "target": {
             "format": source.format,
             "path": str(dst),
-            "layout": {"dp": ranks} if source.format == "dcp" else {},
+            "layout": dict(zip(("dp", "tp"), mesh, strict=True)) if source.format == "dcp" else {},
         },
     }
     return _run(planned, document, running, budget, progress)
+
+
+def _mesh(source: Checkpoint, dp: int | None, tp: int | None) -> tuple[int, int]:
+    """(dp, tp) of a result: the source's own where no flag says otherwise. --dp alone is a mesh of one axis."""
+    if dp is not None:
+        return dp, tp or 1
+    own = source.layout.get("dp") or source.layout.get("world_size") or 1
+    return own, tp or source.layout.get("tp") or 1
 
 
 def _opened(src: Path | str, reading: Reading | None) -> tuple[Checkpoint, Any]:

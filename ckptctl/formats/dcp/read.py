@@ -90,7 +90,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         rest,
         model_values,
         facts=facts,
-        layout={"world_size": folder.world_size()},
+        layout=folder.layout(),
         step=folder.step(rest, found),
         files=folder.sizes(),
         entries=folder.entries(),
@@ -121,11 +121,16 @@ class _Folder:
         self.values = {n: self._object(item) for n, item in self.index.items.items() if isinstance(item, ByteItem)}
 
     def _require_apart(self) -> None:
-        """Damaged where two items share bytes: one of them is then not what it is said to be."""
-        cut = [c for c in self.index.items.values() if isinstance(c, Chunks)]
+        """Damaged where two items share bytes: one of them is then not what it is said to be.
+
+        Chunks without elements are left out: those of several ranks stand under one key, so that all get the last's.
+        """
+        cut = [(c, (c.size > 0).all(axis=1)) for c in self.index.items.values() if isinstance(c, Chunks)]
         whole = [c for c in self.index.items.values() if isinstance(c, ByteItem)]
         columns = [
-            np.concatenate([*(getattr(c, name) for c in cut), np.array([getattr(c, name) for c in whole], np.int64)])
+            np.concatenate(
+                [*(getattr(c, name)[held] for c, held in cut), np.array([getattr(c, name) for c in whole], np.int64)]
+            )
             for name in ("file", "offset", "length")
         ]
         order = np.lexsort((columns[1], columns[0]))
@@ -314,6 +319,21 @@ class _Folder:
             if value is not None:
                 return number(value)
         return None
+
+    def layout(self) -> dict[str, int | None]:
+        """How many ranks wrote, and the axes of their mesh where a tensor shows both.
+
+        The metadata names no mesh. A tensor that is cut in a grid of dp rows and tp columns, one box a rank, shows it.
+        """
+        world = self.world_size()
+        out: dict[str, int | None] = {"world_size": world}
+        for c in self.index.items.values():
+            if not isinstance(c, Chunks) or len(c.shape) != 2 or world is None or len(c.offset) != world or world < 4:
+                continue
+            dp, tp = (len(np.unique(c.lo[:, axis])) for axis in (0, 1))
+            if dp > 1 and tp > 1 and dp * tp == world:
+                return {**out, "dp": dp, "tp": tp}
+        return out
 
     def world_size(self) -> int | None:
         """How many ranks wrote, by the numbers in the files' names."""

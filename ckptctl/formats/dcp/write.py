@@ -1,4 +1,4 @@
-"""A DCP folder as output files: `__R_0.distcp` for each rank, cut as FSDP2 cuts, and `.metadata`.
+"""A DCP folder as output files: `__R_0.distcp` for each rank, cut as FSDP2 cuts over a mesh, and `.metadata`.
 
 Nothing is written here.
 
@@ -15,15 +15,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import Entry, Optimizer, PathKey
+from ckptctl.core.checkpoint import OTHER, Entry, Optimizer, PathKey
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.output import OutputFile, Put, Region, Segment
 from ckptctl.core.values import Array, Global, Held, Record, Tree
+from ckptctl.formats.dcp.cut import Mesh, box_of
 from ckptctl.formats.dcp.metadata import NAME
 from ckptctl.formats.pickles.emit import dump
 from ckptctl.formats.pickles.nodes import NumpyArray, SizeTuple
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 from ckptctl.formats.torch.write import TorchTree, merged_states
+from ckptctl.names.parallel import tensor_parallel_axis
 
 if TYPE_CHECKING:
     from ckptctl.core.dtype import DType
@@ -54,10 +56,11 @@ class Chunk:
 
 
 def write(content: Content, choices: Choices) -> Written:
-    """The folder for choices.dp ranks."""
+    """The folder for a mesh of choices.dp times choices.tp ranks."""
     named = list(_own(content) if choices.own_names else _standard(content))
     _unique(named)
-    ranks = [list(_of_rank(named, rank, choices.dp)) for rank in range(choices.dp)]
+    mesh = Mesh(choices.dp, choices.tp)
+    ranks = [list(_of_rank(named, rank, mesh)) for rank in range(mesh.ranks)]
     files, places = [], []
     for rank, chunks in enumerate(ranks):
         if not chunks:
@@ -68,13 +71,7 @@ def write(content: Content, choices: Choices) -> Written:
         files.append(OutputFile(path, lambda chunks=chunks: _segments(chunks)))  # type: ignore[misc]
     metadata = dump(_metadata(named, places))
     files.append(OutputFile(NAME, lambda: [Put(metadata)]))
-    lines = [
-        Line(
-            "layout",
-            "written",
-            f"DCP for {_ranks(choices.dp)}: rows of axis 0 in parts of ceil(rows / ranks), as FSDP2 cuts",
-        )
-    ]
+    lines = _layout_lines(content, named, mesh)
     numbered = [] if choices.own_names else [p for n, v in content.values.items() for p in _numbered(n, v)]
     if numbered:
         detail = f"{', '.join(numbered[:4])}: keys that are numbers become text, since DCP joins keys to names"
@@ -82,8 +79,20 @@ def write(content: Content, choices: Choices) -> Written:
     return Written(tuple(files), True, tuple(lines))
 
 
-def _ranks(n: int) -> str:
-    return "one rank" if n == 1 else f"{n} ranks"
+def _layout_lines(content: Content, named: Sequence[Named], mesh: Mesh) -> list[Line]:
+    """What the report says of the cut, and of encodings of the source that are not kept."""
+    how = f"DCP for {mesh}: rows of axis 0 in parts of ceil(rows / ranks), as FSDP2 cuts"
+    if mesh.tp > 1:
+        cut = sum(_axis(n.item) is not None for n in named if n.item is not None)
+        of = sum(n.item is not None and len(n.item.shape) > 0 for n in named)
+        how += f"; {cut} of {of} tensors are cut over tp first, by the usual plan for their names, the others are not"
+    lines = [Line("layout", "written", how)]
+    kept = content.source.variant if content.source.format == "dcp" else ""
+    if kept:
+        lines.append(
+            Line("encoding", "converted", f"the source's ({kept}) is not kept: one {NAME}, items as torch archives")
+        )
+    return lines
 
 
 # ---- what to write --------------------------------------------------------------------------------------------------
@@ -190,37 +199,29 @@ def _unique(named: Sequence[Named]) -> None:
 # ---- how it is cut --------------------------------------------------------------------------------------------------
 
 
-def _of_rank(named: Sequence[Named], rank: int, ranks: int) -> Iterator[Chunk]:
-    """A rank's items: rank 0 has the objects first and whatever is not cut; every rank its rows of each tensor.
-
-    A rank without rows of a tensor has an empty chunk at the tensor's end, as FSDP2 writes it.
-    """
+def _of_rank(named: Sequence[Named], rank: int, mesh: Mesh) -> Iterator[Chunk]:
+    """A rank's items: rank 0 has the objects first and whatever is not cut; every rank its box of each tensor."""
     if rank == 0:
         for n in named:
             if n.item is None and not _is_array(n.value):
                 yield Chunk(n, (), (), None)
-    for n in named:
+    for number, n in enumerate(named):
         if n.item is not None:
             shape = n.item.shape
-            if not shape or n.item.key.kind == "step" or ranks == 1:
+            if not shape or n.item.key.kind == "step" or mesh.ranks == 1:
                 if rank == 0:
                     yield Chunk(n, (0,) * len(shape), shape, n.item.region(crc=True))
                 continue
-            start, stop = rows_of(shape[0], rank, ranks)
-            yield Chunk(
-                n, (start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]), n.item.rows(start, stop, crc=True)
-            )
+            box = box_of(shape, mesh, rank, _axis(n.item) if mesh.tp > 1 else None, number)
+            if box is not None:
+                yield Chunk(n, box.lo, box.size, n.item.box(box.lo, box.size, crc=True))
         elif rank == 0 and _is_array(n.value):
             yield Chunk(n, (0,) * len(n.value.shape), n.value.shape, None)
 
 
-def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Rows [start, stop) of axis 0 that a rank has: parts of ceil(rows / ranks), late ones short or empty.
-
-    Source: torch 2.13.0, distributed/tensor/placement_types.py, Shard._split_tensor.
-    """
-    part = -(-rows // ranks)
-    return min(rows, rank * part), min(rows, (rank + 1) * part)
+def _axis(item: Item) -> int | None:
+    """Which axis of a tensor tensor parallelism cuts; states are cut as their parameter is."""
+    return None if item.key.kind == OTHER else tensor_parallel_axis(item.key.name, len(item.shape))
 
 
 def _is_array(value: Tree) -> bool:
@@ -333,4 +334,4 @@ def _tensor_metadata(named: Named, chunks: list[Tree]) -> Tree:
 
 
 Writer = Callable[[Content, Choices], Written]
-__all__ = ["Entry", "rows_of", "write"]
+__all__ = ["Entry", "write"]
