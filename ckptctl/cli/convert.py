@@ -49,6 +49,14 @@ def add(app: typer.Typer) -> None:
             typer.Option("--index-keys", help="torch: key the optimizer's state by torch's numbers, not by names."),
         ] = False,
         bare: Annotated[bool, typer.Option("--bare", help="hf: weights without config.json and the like.")] = False,
+        merge_adapter: Annotated[
+            list[Path] | None,
+            typer.Option(
+                "--merge-adapter",
+                help="Add a LoRA adapter (PEFT) to the weights. May be given several times.",
+                metavar="DIR",
+            ),
+        ] = None,
         model_config: options.MODEL_CONFIG = None,
         from_: Annotated[
             str | None, typer.Option("--from", envvar="CKPTCTL_CONVERT_FROM", help=options.FROM, metavar="FORMAT")
@@ -84,6 +92,7 @@ def add(app: typer.Typer) -> None:
             tp=tp,
             index_keys=index_keys,
             bare=bare,
+            merge_adapter=tuple(map(str, merge_adapter or ())),
         )
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ckptctl.core.dtype import DType
 
@@ -155,11 +155,20 @@ class Tensor:
     why_unsupported: str = ""
     logical: tuple[int, ...] | None = None
     """The shape a header shows where elements are less than a byte; dtype is then core.dtype.packed, shape (bytes,)."""
+    made: Sum | None = None
+    """How its elements are computed from stored tensors; pieces is then empty, and dtype what they are rounded to."""
 
     @property
     def shown(self) -> tuple[int, ...]:
         """The shape in elements, as a header or a person wants it."""
         return self.shape if self.logical is None else self.logical
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors whose pieces hold what it is made of: itself, or those of its sum."""
+        if self.made is None:
+            return (self,)
+        return (self.made.base, *(t for p in self.made.products for t in (p.left, p.right)))
 
     @property
     def numel(self) -> int:
@@ -170,6 +179,35 @@ class Tensor:
     def nbytes(self) -> int:
         """Bytes of its elements, packed."""
         return self.dtype.nbytes(self.shape)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Product:
+    """scale * (left @ right): what an adapter adds to a weight (rows, columns).
+
+    left is (rows, rank), stored as (rank, rows) where turned; right is (rank, columns), stored as (columns, rank) where
+    turned.
+    """
+
+    left: Tensor
+    right: Tensor
+    left_turned: bool
+    right_turned: bool
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sum:
+    """A base of the sum's own shape, and products that are added to it in order; rounded once, at the end."""
+
+    base: Tensor
+    products: tuple[Product, ...] = ()
+
+
+def with_operands(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    """Tensors, and those that their sums are made of."""
+    return {**tensors, **{t.key: t for tensor in tensors.values() if tensor.made for t in tensor.stored}}
 
 
 @dataclass(frozen=True, slots=True)

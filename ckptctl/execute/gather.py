@@ -12,7 +12,7 @@ from ckptctl.core.view import unit_slices
 from ckptctl.execute.memory import Bytes, aligned, buffer
 from ckptctl.execute.scatter import blocks, far_axes, parts, place, stretch
 from ckptctl.execute.stream import Reads, fill
-from ckptctl.plan.steps import Extent, Move, Step, Write
+from ckptctl.plan.steps import Extent, Merge, Move, Step, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,6 +53,8 @@ def gather(
         view = filled[number].data.data
         for step in steps:
             at = step.dst - extent.start
+            if isinstance(step, Merge):
+                continue  # computed into the buffer afterwards: execute.merge
             if not isinstance(step, Move):
                 n = len(step.data) if isinstance(step, Write) else step.nbytes
                 fill(view[at : at + n], step, 0)

@@ -181,6 +181,6 @@ def used_sources(plan: Plan) -> list[int]:
     found: set[int] = set()
     for key in used_keys(plan):
         if key in plan.index.tensors:
-            for table in plan.index.tensors[key].pieces:
+            for table in (t for stored in plan.index.tensors[key].stored for t in stored.pieces):
                 found.update(np.flatnonzero(np.bincount(table.source)).tolist())
     return sorted(found)

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.execute.gather import gather
+from ckptctl.execute.merge import merge
 from ckptctl.execute.sources import Sources
 from ckptctl.execute.system import reading_failed
-from ckptctl.plan.steps import Extent, Move
+from ckptctl.plan.steps import Extent, Merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptctl.core.tensor import Source
     from ckptctl.execute.memory import Bytes
+    from ckptctl.plan.steps import Step
 
 _WINDOW_NBYTES = 16 << 20
 
@@ -55,12 +57,16 @@ class Reader:
     def _room(self) -> int:
         return shutil.disk_usage(self._scratch or ".").free
 
-    def read(self, moves: Sequence[Move], nbytes: int) -> Bytes:
+    def read(self, moves: Sequence[Step], nbytes: int) -> Bytes:
         """Nbytes that the moves fill, counted from destination byte 0.
 
         Damaged or MissingFile where the source has them not.
         """
-        return gather(self._sources, [(Extent(0, 0, nbytes), moves)], self._window, lambda: None)[0].data
+        (filled,) = gather(self._sources, [(Extent(0, 0, nbytes), moves)], self._window, lambda: None)
+        for step in moves:
+            if isinstance(step, Merge):
+                merge(self._sources, step, filled.data, 0, self._window, lambda: None)
+        return filled.data
 
     def close(self) -> None:
         """Close the files, and remove what was decoded."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from ckptctl.execute.cast import carrier, convert
 from ckptctl.execute.memory import buffer
-from ckptctl.plan.steps import After, Move, Repeat, Step, Write
+from ckptctl.plan.steps import After, Merge, Move, Repeat, Step, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -84,7 +84,7 @@ class Reads:
 
 def is_stream(steps: Iterable[Step]) -> bool:
     """Whether steps can be filled from the first byte to the last: no box is scattered over the extent."""
-    return all(not isinstance(s, Move) or s.is_run or _is_line(s) for s in steps)
+    return all(s.is_run or _is_line(s) if isinstance(s, Move) else not isinstance(s, Merge) for s in steps)
 
 
 def _is_line(move: Move) -> bool:
@@ -146,6 +146,7 @@ class Stream:
         if isinstance(step, Move):
             self._cast(step) if step.rule is not None else self._run(step)
             return
+        assert not isinstance(step, Merge)  # is_stream says no to those
         nbytes, done = len(step.data) if isinstance(step, Write) else step.nbytes, 0
         while done < nbytes:
             n = min(nbytes - done, self._room(1))

@@ -3,6 +3,7 @@
 Gangs of extents, each by the quickest way that its steps allow, written, counted and put in the journal.
 
 runs, no checksum      copy_file_range: the kernel moves the bytes, on some disks without copying them
+merged boxes           computed into a gang's buffers, from what is read for each
 runs, casts, fills     a stream through one small buffer: read, checked and written while it is in the core's cache
 strided boxes          a gang in buffers: windows of the source are read once and scattered
 """
@@ -21,10 +22,12 @@ from ckptctl.execute.checks import ExtentChecks, FileChecks
 from ckptctl.execute.files import OpenFiles, too_short, write_all
 from ckptctl.execute.gather import gather
 from ckptctl.execute.memory import Memory, Stopped
+from ckptctl.execute.merge import NEED_NBYTES as MERGE_NBYTES
+from ckptctl.execute.merge import merge
 from ckptctl.execute.stream import Stream, is_stream
 from ckptctl.execute.system import reading_failed, writing_failed
 from ckptctl.execute.writing import Writer
-from ckptctl.plan.steps import Extent, Move, Step
+from ckptctl.plan.steps import Extent, Merge, Move, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -113,7 +116,9 @@ class Worker:
             # The chunk, what a cast reads for it (at most four times as much), and what is thrown away.
             with shared.memory.held(6 * shared.sizes.chunk):
                 return [e.file for e, steps in filled if self._streamed(e, steps)]
-        with shared.memory.held(shared.sizes.gang_need(sum(e.stop - e.start for e in gang))):
+        computed = any(isinstance(s, Merge) for _, steps in filled for s in steps)
+        need = shared.sizes.gang_need(sum(e.stop - e.start for e in gang)) + (MERGE_NBYTES if computed else 0)
+        with shared.memory.held(need):
             return self._gathered(filled)
 
     def _begin(self, extent: Extent) -> ExtentChecks:
@@ -143,7 +148,11 @@ class Worker:
     def _gathered(self, filled: Sequence[tuple[Extent, Sequence[Step]]]) -> list[int]:
         shared = self._shared
         last = []
-        for extent, data in gather(shared.sources, filled, shared.sizes.window, shared.go_on):
+        gathered = gather(shared.sources, filled, shared.sizes.window, shared.go_on)
+        for (extent, data), (_, steps) in zip(gathered, filled, strict=True):
+            for step in steps:
+                if isinstance(step, Merge):
+                    merge(shared.sources, step, data, extent.start, shared.sizes.window, shared.go_on)
             sums = self._begin(extent)
             view = data.data
             for at in range(0, len(view), _WRITE_PIECE):

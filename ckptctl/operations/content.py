@@ -46,6 +46,8 @@ class Conversion:
     tp: int | None = None
     index_keys: bool = False
     bare: bool = False
+    merge_adapter: tuple[str, ...] = ()
+    """Folders of adapters that are merged into the weights, in order."""
 
     @property
     def target(self) -> Target:
@@ -170,11 +172,14 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
     taken = f"{len(out)} tensors, {nbytes} bytes"
     if wanted.weights == "master":
         taken += f"; {masters} masters, {len(out) - masters} weights as stored"
+    merged = sum(i.tensor.made is not None for i in out.values())
+    if merged:
+        taken += f"; {merged} of them merged with an adapter"
     if casts:
         how = ", ".join(f"{n} cast {a} -> {b}, {_how(a, b)}" for (a, b), n in casts.items())
         lines.append(Line("weights", "converted", f"{taken}; {how}"))
     else:
-        lines.append(Line("weights", "carried", taken))
+        lines.append(Line("weights", "converted" if merged else "carried", taken))
     if small and wanted.dtype != "source":
         lines.append(
             Line("weights", "carried", f"{small} tensors of less than 16 bits keep their type: --dtype is not for them")

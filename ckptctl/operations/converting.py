@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from ckptctl import __version__
 from ckptctl.core.errors import NoSpace, Unsupported, Usage
 from ckptctl.core.sizes import parse_size
+from ckptctl.core.tensor import with_operands
 from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run, space
 from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
+from ckptctl.operations.merging import merged
 from ckptctl.operations.opening import (
     Reading,
     open_checkpoint,
@@ -84,7 +86,11 @@ def convert(
     budget = _budget(running)
     _require_apart(running, Path(src), Path(dst))
     source, evidence = _opened(src, reading)
+    adapters: list[Line] = []
+    if wanted.merge_adapter:
+        source, adapters = merged(source, wanted.merge_adapter, wanted)
     content, lines = content_of(source, wanted)
+    lines = [*adapters, *lines]
     choices = Choices(
         parse_size(wanted.max_shard_size, "--max-shard-size"),
         wanted.dp or 1,
@@ -224,7 +230,7 @@ def _checked(
 ) -> Planned:
     source = content.source
     written: Written = import_module(f"ckptctl.formats.{to}.write").write(content, choices)
-    tensors = {**source.tensors, **written.tensors}
+    tensors = {**with_operands(source.tensors), **written.tensors}
     sources = (*source.sources, *written.sources)
     items = [*content.weights.values(), *content.states.values(), *content.held.values()]
     index = SourceIndex(tensors, sources)
@@ -235,14 +241,18 @@ def _checked(
     _require_possible(plan, dst)
     totals = check(plan)
     job = fitted(Job(plan, totals, sources, Path(source.root), dst, written.folder, fingerprint), budget)
-    spent = account(tensors, sources, _sizes(source), {i.key for i in items} | set(written.tensors), source.ties)
+    used = {stored.key for i in items for stored in i.tensor.stored} | set(written.tensors)
+    spent = account({k: t for k, t in tensors.items() if not t.made}, sources, _sizes(source), used, source.ties)
     return Planned(content, written, job.plan, job.totals, job, spent, (*lines, *written.lines))
 
 
 def _sizes(source: Checkpoint) -> dict[str, int]:
     """Bytes of each file by the path that sources have: a single file's is empty."""
     sizes = {f.path: f.nbytes for f in source.files}
-    return sizes if not any(s.path == "" for s in source.sources) else {"": sum(sizes.values())}
+    if not any(s.path == "" for s in source.sources):
+        return sizes
+    named = {s.path: sizes[s.path] for s in source.sources if s.path in sizes}  # adapters, by their own paths
+    return {**named, "": sum(sizes.values()) - sum(named.values())}
 
 
 def _extent_nbytes(budget: Budget) -> int:
@@ -318,6 +328,7 @@ def _plan_summary(planned: Planned, budget: Budget) -> Document:
         "strided_copies": totals.strided,
         "shortest_run_bytes": totals.shortest_run,
         "casts": dict(totals.casts),
+        "merged_elements": totals.merged,
         "reread_factor": round(reread(planned.job, budget), 3),
         "index_memory_bytes": planned.plan.index.nbytes,
         "memory_bytes": budget.memory_nbytes,

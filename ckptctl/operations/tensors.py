@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.output import Region
+from ckptctl.core.tensor import with_operands
 from ckptctl.core.values import Array, Tree
 from ckptctl.execute.reader import Reader
 from ckptctl.plan.index import SourceIndex
@@ -37,7 +38,7 @@ class TensorReader:
 
     def __init__(self, checkpoint: Checkpoint, memory_nbytes: int = 256 << 20) -> None:
         self.checkpoint = checkpoint
-        self._plan = Plan((), SourceIndex(checkpoint.tensors, checkpoint.sources))
+        self._plan = Plan((), SourceIndex(with_operands(checkpoint.tensors), checkpoint.sources))
         self._reader = Reader(checkpoint.sources, Path(checkpoint.root), memory_nbytes)
 
     def box(self, key: Key, lo: tuple[int, ...], size: tuple[int, ...]) -> Bytes:

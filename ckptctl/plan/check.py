@@ -15,7 +15,7 @@ import numpy as np
 from ckptctl.core.compose import flat_runs
 from ckptctl.core.errors import Damaged
 from ckptctl.core.output import Fill
-from ckptctl.plan.steps import Extent, Move, step_nbytes
+from ckptctl.plan.steps import Extent, Merge, Move, step_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -103,7 +103,7 @@ def _disjoint_by_runs(tables: tuple[SortedTable, ...]) -> str:
 
 def require_whole(index: SourceIndex, keys: Iterable[Key]) -> None:
     """Damaged, naming the tensor, where one is not tiled by its pieces exactly once."""
-    for key in keys:
+    for key in [stored.key for k in keys for stored in index.tensors[k].stored]:
         why = tiles(index.tensors[key], index.tables(key))
         if why:
             raise Damaged(
@@ -129,6 +129,8 @@ class Totals:
     spans: dict[Extent, dict[int, tuple[int, int]]] = field(default_factory=dict)
     """For extents with strided moves: by source, the first and one past the last byte that those read."""
     largest_extent: int = 0
+    merged: int = 0
+    """Elements that are computed from a base and adapters."""
 
 
 def check(plan: Plan) -> Totals:
@@ -160,6 +162,11 @@ def count(totals: Totals, extent: Extent, steps: Iterable[object]) -> None:
     totals.largest_extent = max(totals.largest_extent, extent.stop - extent.start)
     spans: dict[int, tuple[int, int]] = {}
     for step in steps:
+        if isinstance(step, Merge):
+            totals.moves += len(step.moves)
+            totals.read_nbytes += sum(m.numel * m.item for m in step.moves)
+            totals.merged += step.numel
+            continue
         if not isinstance(step, Move):
             continue
         totals.moves += 1

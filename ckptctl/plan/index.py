@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptctl.core.compose import meetings, refined
+from ckptctl.core.compose import joined, meetings, refined
 from ckptctl.core.tensor import Ints, Key, Piece, PieceTable, Source, Tensor
 from ckptctl.core.view import Index, refinement, run_boxes, run_of, suffixes
 from ckptctl.plan.columns import refined_rows, strides_of
+from ckptctl.plan.steps import Move
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from ckptctl.plan.steps import Cast
 
 
 class Hit(NamedTuple):
@@ -107,6 +110,15 @@ class SourceIndex:
     def nbytes(self) -> int:
         """Memory of all that is sorted so far."""
         return sum(t.nbytes for tables in self._sorted.values() for t in tables)
+
+    def moves(self, key: Key, wanted: Piece, item: int, own: int, rule: Cast | None = None) -> Iterator[Move]:
+        """The moves that fill one wanted piece. item and own are bytes an element, in the target and in the source."""
+        for hit in self.hits(key, wanted, item):
+            if len(hit.size) == 1:
+                yield Move(hit.dst, hit.source, hit.src, hit.size, hit.src_strides, hit.dst_strides, own, item, rule)
+                continue
+            size, src, dst = joined(hit.size, hit.src_strides, hit.dst_strides)
+            yield Move(hit.dst, hit.source, hit.src, size, src, dst, own, item, rule)
 
     def hits(self, key: Key, wanted: Piece, item: int) -> Iterator[Hit]:
         """The source elements of one wanted piece, whose start and strides are bytes of the output.

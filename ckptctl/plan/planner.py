@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from ckptctl.core.compose import compose, joined
+from ckptctl.core.compose import compose
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.output import Fill, Late, OutputFile, Put, Region
 from ckptctl.core.tensor import Key, Piece, dense_strides
 from ckptctl.core.view import Box, run_boxes
-from ckptctl.plan.steps import After, Cast, Extent, Move, Repeat, Step, Write, step_nbytes
+from ckptctl.plan.merging import merges
+from ckptctl.plan.steps import After, Cast, Extent, Merge, Move, Repeat, Step, Write, step_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -78,10 +80,10 @@ class Plan:
             case Region():
                 return list(self.region(segment, first, start, stop))
 
-    def region(self, region: Region, first: int, start: int, stop: int) -> list[Move]:
+    def region(self, region: Region, first: int, start: int, stop: int) -> list[Move | Merge]:
         """The moves for bytes [start, stop) of a region that begins at byte first of its file."""
         item = region.dtype.itemsize
-        moves: list[Move] = []
+        moves: list[Move | Merge] = []
         for wanted in _wanted(region, first, start, stop, item):
             if not region.parts:
                 moves += self._moves(region.key, region.dtype, wanted)
@@ -89,7 +91,7 @@ class Plan:
             for part in region.parts:
                 for piece in compose(part, wanted):
                     moves += self._moves(part.hub, region.dtype, piece)
-        moves.sort()
+        moves.sort(key=itemgetter(slice(0, 4)))
         done = sum(step_nbytes(m) for m in moves)
         if done != stop - start:
             word = "no piece holds some of its elements" if done < stop - start else "two pieces hold the same elements"
@@ -102,7 +104,7 @@ class Plan:
             )
         return moves
 
-    def _moves(self, key: Key, dtype: DType, wanted: Piece) -> Iterator[Move]:
+    def _moves(self, key: Key, dtype: DType, wanted: Piece) -> Iterator[Move | Merge]:
         tensor = self.index.tensors.get(key)
         if tensor is None:
             raise Damaged(
@@ -116,13 +118,11 @@ class Plan:
                     f"{key.name} is {tensor.dtype.name} in the source and {dtype.name} in the target, "
                     "and no cast was asked for"
                 )
+        if tensor.made is not None:
+            yield from merges(self.index, tensor, dtype, wanted)
+            return
         item, own = dtype.itemsize, tensor.dtype.itemsize
-        for hit in self.index.hits(key, wanted, item):
-            if len(hit.size) == 1:
-                yield Move(hit.dst, hit.source, hit.src, hit.size, hit.src_strides, hit.dst_strides, own, item, rule)
-                continue
-            size, src, dst = joined(hit.size, hit.src_strides, hit.dst_strides)
-            yield Move(hit.dst, hit.source, hit.src, size, src, dst, own, item, rule)
+        yield from self.index.moves(key, wanted, item, own, rule)
 
 
 def _wanted(region: Region, first: int, start: int, stop: int, item: int) -> Iterator[Piece]:

@@ -82,11 +82,52 @@ class After(NamedTuple):
     segment: int
 
 
-Step = Move | Write | Repeat | After
+class Term(NamedTuple):
+    """What one product adds to a box: moves that bring rows of its left factor and columns of its right one.
+
+    Both packed from byte 0 on, (rows, rank) and (rank, columns); scale is multiplied to their product.
+    """
+
+    left: tuple[Move, ...]
+    left_dtype: str
+    right: tuple[Move, ...]
+    right_dtype: str
+    rank: int
+    scale: float
+
+
+class Merge(NamedTuple):
+    """A box of (rows, columns) elements at dst, computed: base + the terms, in float64, rounded once to dtype.
+
+    base are moves that bring the base's box packed from byte 0 on. dst_strides are bytes, by row and by column.
+    """
+
+    dst: int
+    rows: int
+    columns: int
+    dst_strides: tuple[int, int]
+    dst_item: int
+    base: tuple[Move, ...]
+    base_dtype: str
+    dtype: str
+    terms: tuple[Term, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements made."""
+        return self.rows * self.columns
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """All that is read."""
+        return (*self.base, *(m for t in self.terms for m in (*t.left, *t.right)))
+
+
+Step = Move | Write | Repeat | After | Merge
 
 
 def step_nbytes(step: Step) -> int:
     """Bytes of the output file that a step fills."""
-    if isinstance(step, Move):
+    if isinstance(step, (Move, Merge)):
         return step.numel * step.dst_item
     return len(step.data) if isinstance(step, Write) else step.nbytes
