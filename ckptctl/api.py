@@ -220,7 +220,7 @@ def convert(
 
     flags are those of the command, with underscores: dtype, weights, no_optimizer, only, exclude, trainable_only,
     max_shard_size, dp,
-    index_keys, bare. TypeError for one that does not exist.
+    index_keys, bare, merge_adapter. TypeError for one that does not exist.
     """
     reading = operations.Reading(model_config, param_order=param_order)
     running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
