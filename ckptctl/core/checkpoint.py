@@ -56,6 +56,8 @@ class Optimizer:
     """What stands in the optimizer's dict beside state and param_groups."""
     unnamed: str = ""
     """Why parameters have no names but numbers (`#0`, `#1`, ...); "" where they have."""
+    namespace: str = ""
+    """Whose names the source's optimizer had for the model: module5, module4 or disk; "" where nothing tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "epoch",
         "epochs",
         "train_state",
+        "trainer_state",
         "num_updates",
         "samples",
         "tokens",

@@ -47,7 +47,7 @@ class Reader(Protocol):
     read: Callable[[Path, Hints], Checkpoint]
 
 
-FORMATS = ("foreign", "dcp", "hf", "torch")
+FORMATS = ("foreign", "trainer", "dcp", "hf", "torch")
 """Every format with a read module, in order of detection.
 
 `foreign` knows what others look like that cannot be read yet.
@@ -61,6 +61,7 @@ TARGETS: dict[str, Target] = {
         flags=frozenset({"max_shard_size", "bare"}),
         reshards=frozenset({"max_shard_size"}),
     ),
+    "trainer": Target("a Trainer folder", is_folder_of_weights=True, flags=frozenset({"max_shard_size"})),
     "torch": Target("a torch file", flags=frozenset({"index_keys"})),
     "dcp": Target("a DCP folder", flags=frozenset({"dp", "tp"}), reshards=frozenset({"dp", "tp"})),
 }

@@ -5,7 +5,6 @@ Pure; takes what `state.find` gives.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import OTHER, WEIGHTS, Group, Optimizer
@@ -13,7 +12,7 @@ from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.formats.state import Leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckptctl.core.checkpoint import PathKey
     from ckptctl.core.values import Tree
@@ -155,63 +154,56 @@ def _interleavings(
 ) -> dict[int, tuple[int, int]] | str | None:
     """The one way to deal the model's parameters, in order, to the groups in theirs, so that every shape fits.
 
-    A parameter may be in none.
+    A parameter may be in none. Ways are counted parameter by parameter: after each, how far every group has come, and
+    by how many ways (one, or more). Few such places can be reached where shapes differ, however many there are.
 
     Returns {position: (group, place in it)}, None where no way fits, or a text that says why it is not one way.
     """
-    spare = len(shapes) - sum(map(len, groups))
+    sizes = tuple(len(g) for g in groups)
+    spare = len(shapes) - sum(sizes)
     if spare < 0:
         return f"the optimizer lists {len(shapes) - spare} parameters, the model has {len(shapes)}"
-    sizes = [len(g) for g in groups]
-    states = spare + 1
-    for n in sizes:
-        states *= n + 1
-    if states > 4_000_000:
-        return "there are too many param groups to try every order"
+    seen = 0
+    layers: list[dict[tuple[int, ...], int]] = [{(0,) * len(sizes): 1}]
+    for position, shape in enumerate(shapes):
+        after: dict[tuple[int, ...], int] = {}
+        for at, ways in layers[-1].items():
+            if position - sum(at) < spare:
+                after[at] = min(2, after.get(at, 0) + ways)
+            for g, i in enumerate(at):
+                if i < sizes[g] and groups[g][i] in (None, shape):
+                    moved = (*at[:g], i + 1, *at[g + 1 :])
+                    after[moved] = min(2, after.get(moved, 0) + ways)
+        seen += len(after)
+        if seen > _PLACES:
+            return "there are too many ways to deal the model's parameters to the param groups"
+        layers.append(after)
+    total = layers[-1].get(sizes, 0)
+    if total != 1:
+        return "more than one order of the model's parameters fits the shapes" if total else None
+    return _walked_back(layers, shapes, groups, spare)
 
-    @cache
-    def ways(at: tuple[int, ...], skipped: int) -> int:
-        position = sum(at) + skipped
-        if position == len(shapes):
-            return 1
-        count = ways(at, skipped + 1) if skipped < spare else 0
-        for g, i in enumerate(at):
-            if i < sizes[g] and groups[g][i] in (None, shapes[position]) and count < 2:
-                count += ways((*at[:g], i + 1, *at[g + 1 :]), skipped)
-        return min(count, 2)
 
-    # Filled from the far end, so that recursion stays shallow however many parameters there are.
-    at, skipped = tuple(0 for _ in sizes), 0
-    _warm(ways, sizes, spare)
-    total = ways(at, skipped)
-    if total == 0:
-        return None
-    if total > 1:
-        return "more than one order of the model's parameters fits the shapes"
-    out = {}
-    while sum(at) + skipped < len(shapes):
-        position = sum(at) + skipped
+_PLACES = 4_000_000
+
+
+def _walked_back(
+    layers: list[dict[tuple[int, ...], int]],
+    shapes: list[tuple[int, ...]],
+    groups: list[list[tuple[int, ...] | None]],
+    spare: int,
+) -> dict[int, tuple[int, int]]:
+    """The only way to the end, from there: one place before each leads to it."""
+    out: dict[int, tuple[int, int]] = {}
+    at = tuple(len(g) for g in groups)
+    for position in range(len(shapes) - 1, -1, -1):
+        before = layers[position]
+        if at in before and position - sum(at) < spare:
+            continue
         for g, i in enumerate(at):
-            after = (*at[:g], i + 1, *at[g + 1 :])
-            if i < sizes[g] and groups[g][i] in (None, shapes[position]) and ways(after, skipped):
-                out[position] = (g, i)
-                at = after
+            earlier = (*at[:g], i - 1, *at[g + 1 :])
+            if i and earlier in before and groups[g][i - 1] in (None, shapes[position]):
+                out[position] = (g, i - 1)
+                at = earlier
                 break
-        else:
-            skipped += 1
     return out
-
-
-def _warm(ways: Callable[[tuple[int, ...], int], int], sizes: list[int], spare: int) -> None:
-    """Calls ways for every state from the far end when there are many parameters.
-
-    Each then only looks one step ahead.
-    """
-    if sum(sizes) + spare < 300:
-        return
-    from itertools import product
-
-    every = sorted(product(*(range(n + 1) for n in sizes)), key=sum, reverse=True)
-    for skipped in range(spare, -1, -1):
-        for at in every:
-            ways(at, skipped)

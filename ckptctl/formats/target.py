@@ -123,3 +123,5 @@ class Written:
     tensors: Mapping[Key, Tensor] = field(default_factory=dict)
     sources: tuple[Source, ...] = ()
     variant: str = ""
+    decided: frozenset[str] = frozenset()
+    """Parts of the report about which the writer's lines stand alone: what it made of them was not known before."""

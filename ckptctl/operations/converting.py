@@ -243,7 +243,8 @@ def _checked(
     job = fitted(Job(plan, totals, sources, Path(source.root), dst, written.folder, fingerprint), budget)
     used = {stored.key for i in items for stored in i.tensor.stored} | set(written.tensors)
     spent = account({k: t for k, t in tensors.items() if not t.made}, sources, _sizes(source), used, source.ties)
-    return Planned(content, written, job.plan, job.totals, job, spent, (*lines, *written.lines))
+    told = [*(line for line in lines if line.part not in written.decided), *written.lines]
+    return Planned(content, written, job.plan, job.totals, job, spent, tuple(told))
 
 
 def _sizes(source: Checkpoint) -> dict[str, int]:

@@ -23,7 +23,6 @@ def _any(folder: Path, *patterns: str) -> str:
 
 
 SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
-    ("a Transformers Trainer folder", lambda p: _any(p, "trainer_state.json", "optimizer.pt")),
     (
         "an Accelerate folder",
         lambda p: _any(p, "pytorch_model_fsdp_*", "optimizer_[0-9]*", "random_states_*.pkl", "pytorch_model_fsdp.bin"),

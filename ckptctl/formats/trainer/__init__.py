@@ -1,0 +1,1 @@
+"""Folders that Transformers' Trainer saves and resumes from: `checkpoint-N/`."""
