@@ -130,7 +130,10 @@ def step_folder(path: Path, wanted: str | None) -> Path:
         return path
     for number in sorted(steps, reverse=True):
         try:
-            formats.detect(steps[number])
+            evidence = formats.detect(steps[number])
+            complete = getattr(formats.reader(evidence.format), "is_complete", None)
+            if complete is not None and not complete(evidence.path):
+                continue
         except Unrecognised:
             continue
         except Unsupported:

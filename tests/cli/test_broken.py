@@ -133,9 +133,7 @@ def test_hostile_pickles_are_shown_and_refused(name, tmp_path):
 
 
 FOREIGN = {
-    "torch/trainer": "Trainer",
     "torch/lightning_ckpt": "Lightning",
-    "hf/mixtral-trainer": "Trainer",
     "megatron/legacy_tp2pp2_distopt_dp2": "Megatron",
 }
 BESIDE = {
@@ -147,7 +145,7 @@ BESIDE = {
     "torch/dcp_hf_sharded": "safetensors",
     "deepspeed/zero2-dp2-bf16": "DeepSpeed",
     "deepspeed/universal-zero2-dp2-fp32": "DeepSpeed",
-    "deepspeed/hf-trainer-zero2-dp2-bf16": "Trainer",
+    "deepspeed/hf-trainer-zero2-dp2-bf16": "DeepSpeed",
     "orbax/pytree-ocdbt": "Orbax",
     "orbax/manager-composite": "Orbax",
     "orbax/flax-msgpack-params/flax_model.msgpack": "msgpack",

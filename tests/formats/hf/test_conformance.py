@@ -127,5 +127,6 @@ class TestHf(FormatSuite):
 
 
 def test_the_samples_are_all_folders_of_the_repository():
-    there = {f"hf/{p.name}" for p in fixture("hf").iterdir()} - {"hf/llama-lora", "hf/mixtral-trainer"}
+    others = {"hf/llama-lora", "hf/mixtral-trainer", "hf/qwen2-trainer"}
+    there = {f"hf/{p.name}" for p in fixture("hf").iterdir()} - others
     assert there == {s.name for s in SAMPLES}

@@ -1,0 +1,171 @@
+"""Trainer folders that lack a file, have more, or fit several orders of parameters."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import ckptctl
+from ckptctl.formats.trainer.read import is_complete
+from tests.support.checkpoints import ckpt, fixture
+from tests.support.commands import document, good, refused
+from tests.support.plain import torch_tree
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a real one, to change."""
+    return shutil.copytree(ckpt("torch/trainer"), tmp_path / "checkpoint-3", copy_function=shutil.copyfile)
+
+
+def write_optimizer(path, change):
+    """optimizer.pt of real torch, with the arrays of the real one, changed."""
+    from tests.support.checkpoints import run_torch
+
+    run_torch(
+        f"import torch, sys\np = sys.argv[1]\no = torch.load(p)\n{change}\ntorch.save(o, p)", path / "optimizer.pt"
+    )
+
+
+def test_without_an_optimizer_the_weights_are_read_and_that_is_said(folder):
+    (folder / "optimizer.pt").unlink()
+    found = document("inspect", folder)
+    assert (found["step"], found["resumable"]) == (3, False)
+    assert any("optimizer.pt is not there" in w for w in found["warnings"])
+    error = refused("convert", folder, folder.parent / "out", "--to", "trainer")
+    assert error["code"] == "state-not-carried"
+
+
+def test_without_a_scheduler_it_is_said_that_a_trainer_loads_neither(folder):
+    (folder / "scheduler.pt").unlink()
+    found = document("inspect", folder)
+    assert (found["state"]["scheduler"], found["resumable"]) == ("absent", True)
+    assert any("neither" in w for w in found["warnings"])
+    report = document("convert", folder, folder.parent / "out", "--to", "trainer")
+    assert {"part": "scheduler", "fate": "written"}.items() <= report["fidelity"][-4].items() or any(
+        line["part"] == "scheduler" and line["fate"] == "written" for line in report["fidelity"]
+    )
+    assert torch_tree(folder.parent / "out" / "scheduler.pt")["last_epoch"] == 3
+
+
+def test_without_a_state_the_step_is_the_optimizer_s(folder):
+    (folder / "trainer_state.json").unlink()
+    found = document("inspect", folder)
+    assert found["step"] == 3
+    assert any("interrupted" in w for w in found["warnings"])
+    assert not is_complete(folder)
+
+
+def test_of_a_run_s_steps_the_newest_that_is_complete_is_taken(folder):
+    later = shutil.copytree(folder, folder.parent / "checkpoint-6")
+    state = json.loads((later / "trainer_state.json").read_text())
+    (later / "trainer_state.json").write_text(json.dumps({**state, "global_step": 6}))
+    assert document("inspect", folder.parent)["step"] == 6
+    (later / "trainer_state.json").unlink()
+    assert document("inspect", folder.parent)["path"] == str(folder)
+    assert document("inspect", folder.parent, "--step", "6")["path"] == str(later)
+
+
+def test_the_history_is_kept_whole_and_another_scale_is_carried(folder, tmp_path):
+    state = json.loads((folder / "trainer_state.json").read_text())
+    state["log_history"] += [{"loss": float("nan"), "step": 3}]
+    (folder / "trainer_state.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+    shutil.copy(folder / "scheduler.pt", folder / "scaler.pt")
+    good("convert", folder, tmp_path / "t.pt", "--to", "torch")
+    good("convert", tmp_path / "t.pt", tmp_path / "back", "--to", "trainer", "--model-config", folder)
+    assert (tmp_path / "back" / "trainer_state.json").read_bytes() == (folder / "trainer_state.json").read_bytes()
+    assert torch_tree(tmp_path / "back" / "scaler.pt") == torch_tree(folder / "scheduler.pt")
+
+
+def test_random_states_of_ranks_are_one_value_and_go_to_a_trainer_alone(folder, tmp_path):
+    (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+    shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_1.pth")
+    assert document("inspect", folder)["layout"]["world_size"] == 2
+    good("convert", folder, tmp_path / "out", "--to", "trainer")
+    assert {p.name for p in (tmp_path / "out").glob("rng*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+
+
+def test_an_unknown_family_leaves_numbers_and_says_why(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mine", "architectures": ["Mine"]}))
+    assert any("'mine' is not known" in w for w in document("inspect", folder)["warnings"])
+    error = refused("convert", folder, tmp_path / "out", "--to", "torch")
+    assert (error["code"], "--param-order" in error["fix"]) == ("param-order", True)
+    good("convert", folder, tmp_path / "hf", "--to", "hf", "--no-optimizer")
+    with ckptctl.open(ckpt("torch/trainer")) as view:
+        order = [n for g in view.checkpoint.optimizer.groups for n in g.params]
+    (tmp_path / "order.txt").write_text("\n".join(order))
+    good("convert", folder, tmp_path / "a.pt", "--to", "torch", "--param-order", tmp_path / "order.txt")
+    good("convert", ckpt("torch/trainer"), tmp_path / "b.pt", "--to", "torch")
+    a, b = (torch_tree(tmp_path / n)["optimizer"] for n in ("a.pt", "b.pt"))
+    assert {n: t["exp_avg"].truth for n, t in a["state"].items()} == {
+        n: t["exp_avg"].truth for n, t in b["state"].items()
+    }
+    good("convert", folder, tmp_path / "t", "--to", "trainer", "--param-order", tmp_path / "order.txt")
+    assert (
+        torch_tree(tmp_path / "t" / "optimizer.pt")["param_groups"]
+        == torch_tree(folder / "optimizer.pt")["param_groups"]
+    )
+
+
+def test_a_config_of_another_model_leaves_numbers(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    assert any("model.layers.2" in w for w in document("inspect", folder)["warnings"])
+
+
+def test_a_frozen_layer_among_equal_ones_could_be_either(folder):
+    """One of two equal layers was not trained, and nothing says which."""
+    change = (
+        "d, n = o['param_groups']\n"
+        "drop = [*range(1, 8), 16, 17]\n"
+        "keep = [i for i in d['params'] + n['params'] if i not in drop]\n"
+        "new = {i: k for k, i in enumerate(keep)}\n"
+        "o['state'] = {new[i]: v for i, v in o['state'].items() if i in new}\n"
+        "for g in (d, n): g['params'] = [new[i] for i in g['params'] if i in new]"
+    )
+    write_optimizer(folder, change)
+    assert any("more than one order" in w for w in document("inspect", folder)["warnings"])
+    assert refused("convert", folder, folder.parent / "out", "--to", "dcp")["code"] == "param-order"
+
+
+def test_a_frozen_embedding_can_only_be_the_first(folder, tmp_path):
+    change = (
+        "d, n = o['param_groups']\n"
+        "o['state'] = {i - 1: v for i, v in o['state'].items() if i}\n"
+        "d['params'] = [i - 1 for i in d['params'] if i]; n['params'] = [i - 1 for i in n['params']]"
+    )
+    write_optimizer(folder, change)
+    found = document("inspect", folder)
+    assert found["frozen"] == ["model.embed_tokens.weight"]
+    good("convert", folder, tmp_path / "out", "--to", "trainer")
+    old, new = torch_tree(folder / "optimizer.pt"), torch_tree(tmp_path / "out" / "optimizer.pt")
+    assert new["param_groups"] == old["param_groups"]
+    assert [v["exp_avg"].truth for v in new["state"].values()] == [v["exp_avg"].truth for v in old["state"].values()]
+
+
+def test_states_of_other_shapes_are_not_taken_for_a_parameter_s(folder):
+    """Adafactor's rows and columns tell no shape: numbers stay numbers."""
+    change = (
+        "for v in o['state'].values():\n"
+        "    m = v.pop('exp_avg_sq'); v.pop('exp_avg')\n"
+        "    v.update(exp_avg_sq_row=m.sum(-1), exp_avg_sq_col=m.sum(0)) if m.ndim == 2 else v.update(exp_avg_sq=m)"
+    )
+    write_optimizer(folder, change)
+    assert refused("convert", folder, folder.parent / "out", "--to", "torch")["code"] == "param-order"
+    assert np.array([document("inspect", folder)["step"]]) == 3
+
+
+def test_what_is_no_optimizer_is_refused_by_name(folder):
+    shutil.copy(fixture("hf/mixtral-trainer") / "scheduler.pt", folder / "optimizer.pt")
+    error = refused("inspect", folder)
+    assert (error["code"], error["where"]) == ("unsupported", "optimizer.pt")
+
+
+def test_arguments_that_would_run_code_are_seen(folder):
+    broken = fixture("broken/bin-runs-code") / "pytorch_model.bin"
+    shutil.copy(broken, folder / "training_args.bin")
+    found = document("inspect", folder)
+    assert found["unsafe"][0]["file"] == "training_args.bin"
+    assert refused("convert", folder, folder.parent / "out", "--to", "hf")["code"] == "pickle-calls-code"
