@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.formats.parameters import named_states
-from ckptctl.formats.ranks.gather import Gathered
+from ckptctl.formats.ranks.gather import Gathered, aliases
 from ckptctl.formats.ranks.shapes import NO_SHAPE, shapes_of
 from ckptctl.formats.ranks.wrapping import Member, members, share, unit_of, wrappings
 from ckptctl.names import head_and_embedding, is_tied
@@ -180,12 +180,18 @@ def is_flat_state(model: Mapping[str, Gathered], states: Mapping[PathKey, Mappin
 def flat_states(flat: Flat, found: Found, facts: Facts, order: Sequence[str], where: str) -> tuple[Optimizer, States]:
     """The optimizer with every parameter under its name, and its state by (name, kind), out of flat runs.
 
-    MissingFact where which parameters a run is made of cannot be told.
+    ties are other names of the model's parameters. Where which parameters a run is made of cannot be told, runs stay
+    flat under their numbers, and the optimizer says why.
     """
     numbered = dict(found.states)
     if flat.shares and not flat.fragments:
         return _of_units(flat, found, order, where)
-    shapes = {n: (math.prod(g.final),) for n, g in flat.model.items() if n in flat.fragments or not flat.fragments}
+    ties = aliases(flat.model)
+    shapes = {
+        n: (math.prod(g.final),)
+        for n, g in flat.model.items()
+        if n not in ties and (n in flat.fragments or not flat.fragments)
+    }
     found.states = {k: _laid(entry, flat.way, where) for k, entry in numbered.items()}
     optimizer, states = named_states(found, shapes, where, order)
     if not optimizer.unnamed and all(_fits(v, n, shapes) for (n, _), v in states.items()):
@@ -204,7 +210,13 @@ def flat_states(flat: Flat, found: Found, facts: Facts, order: Sequence[str], wh
                 made[name, kind].why = flat.model[name].why
         return optimizer, made
     found.states = numbered
-    return _of_units(_wrapped(flat, found, facts, where), found, order, where)
+    try:
+        wrapped = _wrapped(flat, found, facts, where)
+    except MissingFact as err:
+        found.states = {k: _laid(entry, flat.way, where) for k, entry in numbered.items()}
+        optimizer, states = named_states(found, {}, where)
+        return replace(optimizer, unnamed=f"{err}: {err.why}"), states
+    return _of_units(wrapped, found, order, where)
 
 
 def flat_alone(
@@ -276,6 +288,7 @@ def _wrapped(flat: Flat, found: Found, facts: Facts, where: str) -> Flat:
         raise _untold(where, "there are several param groups, and which unit is in which is in no file")
     shares = [_share_of(found.states.get(p, {}), where) for p in ids]
     shapes = {n: g.final for n, g in flat.model.items() if g.dtype.is_float and (ways == 1 or g.how != "plain")}
+    shapes = {n: s for n, s in shapes.items() if n not in aliases(flat.model)}
     tied = head_and_embedding(shapes)
     options = [shapes]
     if tied is not None and (facts.config is None or is_tied(facts.config)):

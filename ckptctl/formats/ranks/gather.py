@@ -96,6 +96,10 @@ class Gathered:
         table: Ints = np.frombuffer(self.rows, np.int64).reshape(-1, _FIXED + 3 * k)
         return table[(table[:, _FIXED + k : _FIXED + 2 * k] > 0).all(axis=1)] if k else table
 
+    def place(self) -> tuple[object, ...]:
+        """What two tensors share that are one: the same bytes on every rank, seen the same way. () for empty ones."""
+        return (self.dtype.name, self.shape, self.final, self.rows.tobytes()) if self.numel else ()
+
     def tensor(self, key: Key, where: str) -> tuple[Tensor, list[Copy]]:
         """The tensor, and which places hold the same elements. Damaged where ranks together do not hold all of it."""
         columns, k = self.columns, len(self.shape)
@@ -194,6 +198,17 @@ class Gathered:
         out.sizes, out.way = dict(self.sizes), dict(self.way)
         out.rows = array("q", rows.astype(np.int64).tobytes())
         return out
+
+
+def aliases(model: Mapping[str, Gathered]) -> dict[str, str]:
+    """Names of tensors that are an earlier one on every rank, and which: tied weights over one storage."""
+    seen: dict[tuple[object, ...], str] = {}
+    out = {}
+    for name, gathered in model.items():
+        place = gathered.place()
+        if place and seen.setdefault(place, name) != name:
+            out[name] = seen[place]
+    return out
 
 
 def _turns(boxes: Ints) -> tuple[Ints, Ints]:

@@ -21,7 +21,7 @@ from ckptctl.formats.parameters import named_states
 from ckptctl.formats.ranks import read as ranks
 from ckptctl.formats.state import Found, find, number, plain
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
-from ckptctl.formats.torchtensor import aliases, read_array, tensor_of, value_of
+from ckptctl.formats.torchtensor import aliases, read_array, same_place, tensor_of, value_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,7 +140,24 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         unsafe=tuple(UnsafeGlobal(path.name, str(f.name), f.why) for f in opened.unsafe),
         unknown_globals=tuple(str(f.name) for f in opened.unknown),
         unsupported=tuple(unsupported),
+        warnings=_one_moment(found),
         gap_reason="zip headers, pickle and alignment; parts of storages that no tensor views",
+    )
+
+
+def _one_moment(found: Found) -> tuple[str, ...]:
+    """A word where both moments of a parameter are one tensor: the first is lost, the second stands in its place.
+
+    Source: torch 2.13.0, what FSDP1's FULL optim_state_dict gives on the CPU with use_orig_params=True.
+    """
+    entries = [(e.get("exp_avg"), e.get("exp_avg_sq")) for e in found.states.values()]
+    pairs = [(a, b) for a, b in entries if isinstance(a, TensorRef) and isinstance(b, TensorRef)]
+    alike = sum(a is b or (same_place(a, b) and a.numel > 0) for a, b in pairs)
+    if not alike:
+        return ()
+    return (
+        f"exp_avg and exp_avg_sq are one tensor for {alike} of {len(pairs)} parameters: exp_avg was lost when this was "
+        "saved (FSDP1's full optimizer state on the CPU does that)",
     )
 
 
