@@ -55,6 +55,7 @@ class _Saving:
         self.storages: dict[str, bytes] = {}
         self.keys: dict[int, str] = {}
         self.kept: list[Any] = []
+        self.records: dict[int, Record] = {}
 
     def tree(self, at: Any) -> Any:
         """The tree with arrays as torch writes tensors; one array object is one storage."""
@@ -71,6 +72,12 @@ class _Saving:
             return {k: self.tree(v) for k, v in at.items()}
         if isinstance(at, (list, tuple)):
             return type(at)(self.tree(v) for v in at)
+        if isinstance(at, Record):  # one object stays one
+            if id(at) not in self.records:
+                self.kept.append(at)
+                made = Record(at.func, self.tree(at.args), at.how, at.kwargs, self.tree(at.state), at.has_state)
+                self.records[id(at)] = made
+            return self.records[id(at)]
         return at
 
     def tensor(self, view: Strided) -> Record:

@@ -149,7 +149,8 @@ class _Set(Joined):
             weight = self.model.get(name)
             if len(self.files.ranks) == 1 or not isinstance(value, Gathered) or value.how != "plain" or not value.shape:
                 continue
-            if value.is_cut or (weight is not None and weight.how != "plain" and value.numel > len(value.sizes)):
+            is_part = weight is None or weight.how != "plain"
+            if value.is_cut or (is_part and value.numel > len(value.sizes)):
                 raise Unsupported(
                     f"{kind} of {name} is a plain tensor on every rank, and its weight is cut",
                     where=str(self.path),

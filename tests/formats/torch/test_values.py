@@ -250,3 +250,13 @@ def test_bin_folders_keep_what_is_no_weight_or_say_so(tmp_path):
     error = refused("convert", tmp_path / "b", tmp_path / "no", "--to", "hf", "--no-optimizer")
     assert (error["code"], "optimizer" in error["what"]) == ("unsupported", True)
     good("convert", tmp_path / "b" / "pytorch_model.bin", tmp_path / "yes", "--to", "hf", "--no-optimizer")
+
+
+def test_two_moments_on_one_memory_are_told(tmp_path):
+    """FSDP1's full optimizer state on the CPU: exp_avg has the values of exp_avg_sq."""
+    one = arange(4)
+    state = {"w": {"exp_avg": one, "exp_avg_sq": one}, "v": {"exp_avg": arange(2), "exp_avg_sq": arange(2)}}
+    tree = {"model": {"w": arange(4), "v": arange(2)}, "optimizer": {"state": state, "param_groups": []}}
+    found = document("inspect", torch_save(tmp_path / "a.pt", tree))
+    assert [w for w in found["warnings"] if "1 of 2 parameters" in w]
+    assert document("inspect", ckpt("torch/plain_zip"))["warnings"] == []
