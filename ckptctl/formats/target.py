@@ -23,6 +23,8 @@ class Item:
     key: Key
     tensor: Tensor
     dtype: DType
+    module: str = ""
+    """Of a quantized weight's tensors the module that they make together: never cut, and kept side by side."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from ckptctl.core.tensor import Key, Tensor
 from ckptctl.core.values import Record, Tree, holds_array
 from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Content, Item, Line, Target
-from ckptctl.names import absent_head, head_and_embedding, is_tied
+from ckptctl.names import absent_head, head_and_embedding, is_tied, quantized_by_names
 from ckptctl.operations.opening import require_names
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
             Line("weights", "dropped", f"{untrained} tensors that the optimizer does not update (--trainable-only)")
         )
     if source.quantized:
+        _together(source, out)
         if wanted.dtype != "source":
             raise Unsupported(
                 f"--dtype {wanted.dtype}: the weights are quantized ({source.quantized})",
@@ -199,6 +200,23 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
             )
         lines.append(Line("quantization", "carried", f"{source.quantized}: packed tensors are copied byte for byte"))
     return out
+
+
+def _together(source: Checkpoint, weights: dict[str, Item]) -> None:
+    """Mark the tensors of each quantized weight as one module. Unsupported where some of its tensors are left out."""
+    _, modules = quantized_by_names(k.name for k in source.tensors if k.kind in WEIGHTS)
+    taken = {m for n, m in modules.items() if n in weights}
+    for name, module in modules.items():
+        if name in weights:
+            weights[name] = replace(weights[name], module=module)
+        elif module in taken:
+            raise Unsupported(
+                f"{name} is left out, and other tensors of {module} are not",
+                where=source.root,
+                why=f"the weight is quantized ({source.quantized}): its numbers mean nothing without their scales",
+                fix=f"leave out all of them, '{module}.*', or none",
+                code="quantized-parts",
+            )
 
 
 def _updated(source: Checkpoint) -> set[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptctl import formats
-from ckptctl.core.checkpoint import Checkpoint, Facts
+from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, Facts
 from ckptctl.core.errors import Damaged, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported, Usage
+from ckptctl.names import quantized_by_names
 
 _CONFIG_LIMIT = 64 << 20
 
@@ -43,6 +44,10 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     checkpoint = reader.read(evidence.path, formats.Hints(given, _order(reading.param_order)))
     if given.config is not None:
         checkpoint = replace(checkpoint, facts=given)
+    if not checkpoint.quantized:
+        # The config may be elsewhere, or say nothing: numbers that mean nothing without their scales show by name.
+        method, _ = quantized_by_names(k.name for k in checkpoint.tensors if k.kind in WEIGHTS)
+        checkpoint = replace(checkpoint, quantized=method) if method else checkpoint
     return checkpoint, evidence
 
 

@@ -87,6 +87,9 @@ def _layout_lines(content: Content, named: Sequence[Named], mesh: Mesh) -> list[
         of = sum(n.item is not None and len(n.item.shape) > 0 for n in named)
         how += f"; {cut} of {of} tensors are cut over tp first, by the usual plan for their names, the others are not"
     lines = [Line("layout", "written", how)]
+    packed = sum(bool(n.item is not None and n.item.module) for n in named)
+    if packed and mesh.ranks > 1:
+        lines.append(Line("layout", "written", f"{packed} tensors of quantized weights whole, each module in one file"))
     kept = content.source.variant if content.source.format == "dcp" else ""
     if kept:
         lines.append(
@@ -205,9 +208,15 @@ def _of_rank(named: Sequence[Named], rank: int, mesh: Mesh) -> Iterator[Chunk]:
         for n in named:
             if n.item is None and not _is_array(n.value):
                 yield Chunk(n, (), (), None)
+    modules: dict[str, int] = {}
     for number, n in enumerate(named):
         if n.item is not None:
             shape = n.item.shape
+            if n.item.module:
+                # Packed numbers and their scales: whole, and in one file, module after module over the ranks.
+                if modules.setdefault(n.item.module, len(modules)) % mesh.ranks == rank:
+                    yield Chunk(n, (0,) * len(shape), shape, n.item.region(crc=True))
+                continue
             if not shape or n.item.key.kind == "step" or mesh.ranks == 1:
                 if rank == 0:
                     yield Chunk(n, (0,) * len(shape), shape, n.item.region(crc=True))

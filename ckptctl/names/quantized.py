@@ -1,0 +1,44 @@
+"""Which tensors make one quantized weight together (quantized.toml): none of them means anything without the others."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@cache
+def _rules() -> list[dict[str, Any]]:
+    text = files(__package__ or "ckptctl.names").joinpath("quantized.toml").read_text(encoding="utf-8")
+    rules: list[dict[str, Any]] = tomllib.loads(text)["rule"]
+    return rules
+
+
+def quantized_by_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """(method, module of each tensor of a quantized weight), from names alone; ("", {}) where nothing is quantized.
+
+    The methods that were found are joined by a comma.
+    """
+    known = set(names)
+    methods: dict[str, None] = {}
+    modules: dict[str, str] = {}
+    states: dict[str, list[str]] = {}
+    for name in known:
+        before, mark, _ = name.partition(".weight.quant_state.")
+        if mark:
+            states.setdefault(before, []).append(name)
+    for rule in _rules():
+        for mark in rule["marks"]:
+            for name in known:
+                module = name.removesuffix(mark)
+                if module == name or module + rule["main"] not in known:
+                    continue
+                methods[rule["method"]] = None
+                parts = [module + p for p in rule["parts"] if module + p in known]
+                more = states.get(module, ()) if ".weight.quant_state.*" in rule["parts"] else ()
+                modules.update(dict.fromkeys((*parts, *more), module))
+    return ", ".join(methods), modules
