@@ -8,14 +8,15 @@ Piece objects would cost half a gigabyte, a million rows of a PieceTable about 5
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from ckptctl.core.dtype import DType
 
@@ -135,6 +136,30 @@ class PieceTable:
         if strides is None:
             strides = dense_strides(shape, itemsize)
         return PieceTable.of([Piece(shape, (0,) * len(shape), shape, source, start, strides)], itemsize)
+
+
+class InOnePlace(Sequence[PieceTable]):
+    """The pieces of a tensor that lies packed in one place, as four numbers: its table is made when it is asked for.
+
+    A file may list hundreds of thousands of tensors, of which a command looks at few; a table takes over a kilobyte.
+    """
+
+    __slots__ = ("itemsize", "shape", "source", "start")
+    pieces = 1
+    """How many pieces there are."""
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int, source: int, start: int) -> None:
+        self.shape, self.itemsize, self.source, self.start = shape, itemsize, source, start
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, i: int) -> PieceTable: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[PieceTable]: ...
+    def __getitem__(self, i: int | slice) -> PieceTable | Sequence[PieceTable]:
+        return (PieceTable.whole(self.shape, self.itemsize, self.source, self.start),)[i]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

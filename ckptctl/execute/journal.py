@@ -81,9 +81,10 @@ def plan_digest(plan: Plan) -> str:
 
 
 def source_marks(job: Job) -> dict[str, dict[str, Json]]:
-    """Size, time of change and digest of the ends of each source file that the job reads, by path.
+    """Size, times of change and digest of the ends of each source file that the job reads, by path.
 
-    MissingFile where one is gone.
+    Two times, since whoever writes a file can put back the one of its data, and not that of its inode. MissingFile
+    where one is gone.
     """
     paths = [job.sources[number].path for number in used_sources(job.plan)]
     out: dict[str, dict[str, Json]] = {}
@@ -94,9 +95,10 @@ def source_marks(job: Job) -> dict[str, dict[str, Json]]:
                 digest = hashlib.blake2b(file.read(_ENDS), digest_size=16)
                 file.seek(max(0, size - _ENDS))
                 digest.update(file.read(_ENDS))
+                changed = os.fstat(file.fileno()).st_ctime_ns
         except OSError as err:
             raise reading_failed(err, full) from err
-        out[path] = {"nbytes": size, "mtime_ns": mtime, "ends": digest.hexdigest()}
+        out[path] = {"nbytes": size, "mtime_ns": mtime, "ctime_ns": changed, "ends": digest.hexdigest()}
     return out
 
 

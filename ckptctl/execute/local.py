@@ -24,7 +24,18 @@ from ckptctl.execute.journal import Journal, Past, header_of, read_journal, requ
 from ckptctl.execute.memory import Stopped
 from ckptctl.execute.sources import Sources, seen
 from ckptctl.execute.system import cores, peak_rss, writing_failed
-from ckptctl.execute.target import Partial, free_nbytes, require_apart, require_new, require_paths, require_space
+from ckptctl.execute.target import (
+    Partial,
+    free_nbytes,
+    is_complete,
+    plain_target,
+    remove_old,
+    removed_journal,
+    require_apart,
+    require_new,
+    require_paths,
+    require_space,
+)
 from ckptctl.execute.work import Shared, Worker, finish
 from ckptctl.plan.gangs import Gang, gangs
 
@@ -62,7 +73,7 @@ def run(
     """
     started = time.monotonic()
     budget = budget or Budget()
-    job = fitted(job, budget)
+    job = replace(fitted(job, budget), target=plain_target(job.target))
     sizes = sizes_for(job, budget)
     require_casts(job.plan.casts)
     require_paths(job.plan.files, job.folder)
@@ -70,23 +81,20 @@ def run(
     marks = source_marks(job)
     header = header_of(job, marks)
     with _terminable():
-        if _is_left_complete(job.target):
-            with Partial(job.target) as partial:
-                past = read_journal(partial.read())
-                partial.discard()
-            if resume:
-                require_same(past.header, header)
-                nbytes = job.totals.written_nbytes
-                return Outcome(
-                    time.monotonic() - started,
-                    nbytes,
-                    0,
-                    nbytes,
-                    0,
-                    {},
-                    peak_rss(),
-                    ("the interrupted job was already complete",),
-                )
+        past = _left_complete(job.target)
+        if past is not None and resume:
+            require_same(past.header, header)
+            nbytes = job.totals.written_nbytes
+            return Outcome(
+                time.monotonic() - started,
+                nbytes,
+                0,
+                nbytes,
+                0,
+                {},
+                peak_rss(),
+                ("the interrupted job was already complete",),
+            )
         require_new(job.target, overwrite)
         with Partial(job.target) as partial:
             return _Run(job, budget, sizes, partial, marks, header, checksums, progress, started).run(
@@ -106,12 +114,25 @@ def _scratch_nbytes(job: Job, sizes: Sizes) -> int:
     return sum(s.decoded_nbytes for s in found if s.codec and s.decoded_nbytes > sizes.member)
 
 
-def _is_left_complete(target: Path) -> bool:
-    """Whether the target is whole and an interrupted job's folder only was not removed any more."""
-    if not (os.path.lexists(target) and Partial.folder_of(target).exists()):
-        return False
+def _left_complete(target: Path) -> Past | None:
+    """What a job tells that put the target in place and was stopped before its folder was gone; that is removed now.
+
+    None where there is no such job: then nothing is touched.
+    """
+    if not os.path.lexists(target):
+        return None
+    past = read_journal(removed_journal(target))
+    if is_complete(target, past.complete):
+        remove_old(target)
+        return past
+    if not Partial.folder_of(target).exists():
+        return None
     with Partial(target) as partial:
-        return partial.is_complete(read_journal(partial.read()).complete)
+        past = read_journal(partial.read())
+        if not is_complete(target, past.complete):
+            return None
+        partial.discard()
+        return past
 
 
 @contextmanager

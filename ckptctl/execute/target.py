@@ -121,7 +121,7 @@ class Partial:
         self.journal = self.path / "journal.jsonl"
         self.scratch = self.path / "scratch"
         self.out = self.path / "out" / target.name
-        self._old = target.parent / f".{target.name}.ckptctl-old"
+        self._old = _old_of(target)
         self.fd = -1
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -270,14 +270,7 @@ class Partial:
     def discard(self) -> None:
         """Remove the folder. It is renamed first, so that a job that starts now finds none rather than half of one."""
         self.path.rename(self._old)
-        _remove(self._old)
-
-    def is_complete(self, inode: int | None) -> bool:
-        """Whether the target is what a job with this folder made.
-
-        It was killed between the rename and its cleaning up.
-        """
-        return inode is not None and os.path.lexists(self.target) and self.target.lstat().st_ino == inode
+        remove_old(self.target)
 
     def close(self) -> None:
         """Let go of the lock."""
@@ -290,6 +283,43 @@ class Partial:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def plain_target(target: Path) -> Path:
+    """The target without `..` behind folders that are not there: to make those for the path's sake would leave them."""
+    if ".." not in target.parent.parts or target.parent.exists():
+        return target
+    return Path(os.path.realpath(target.parent)) / target.name
+
+
+def is_complete(target: Path, inode: int | None) -> bool:
+    """Whether the target is what the job made whose journal has that inode."""
+    return inode is not None and os.path.lexists(target) and target.lstat().st_ino == inode
+
+
+def _old_of(target: Path) -> Path:
+    return target.parent / f".{target.name}.ckptctl-old"
+
+
+def removed_journal(target: Path) -> bytes:
+    """The journal of a finished job that was stopped while its folder was removed; empty where there is none."""
+    try:
+        return (_old_of(target) / "journal.jsonl").read_bytes()
+    except OSError:
+        return b""
+
+
+def remove_old(target: Path) -> None:
+    """Remove what a job has put aside, its journal last: as long as it is there, --resume knows the job as done."""
+    old = _old_of(target)
+    try:
+        if old.is_dir() and not old.is_symlink():
+            for entry in list(old.iterdir()):
+                if entry.name != "journal.jsonl":
+                    _remove(entry)
+        _remove(old)
+    except OSError as err:
+        raise writing_failed(err, old) from err
 
 
 def _remove(path: Path) -> None:

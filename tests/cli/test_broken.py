@@ -140,9 +140,7 @@ BESIDE = {
     "torch/accelerate_fsdp1": "Accelerate",
     "torch/accelerate_fsdp2": "Accelerate",
     "torch/accelerate_fsdp2_full": "Accelerate",
-    "torch/dcp_rank_local": "one metadata a rank",
     "torch/lightning_fsdp2_dir": "Lightning",
-    "torch/dcp_hf_sharded": "safetensors",
     "deepspeed/zero2-dp2-bf16": "DeepSpeed",
     "deepspeed/universal-zero2-dp2-fp32": "DeepSpeed",
     "deepspeed/hf-trainer-zero2-dp2-bf16": "DeepSpeed",
@@ -169,13 +167,6 @@ def test_frameworks_that_are_not_read_yet_are_named(name, tmp_path):
         assert word.lower() in f"{error['what']} {error['why']}".lower(), error
         assert error["fix"], error
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("name", ["torch/dcp_safetensors", "torch/dcp_safetensors_bytes"])
-def test_a_dcp_folder_of_safetensors_is_told_apart_from_a_damaged_one(name, tmp_path):
-    error = refused("convert", ckpt(name), tmp_path / "out", "--to", "torch")
-    assert (error["code"], "safetensors" in error["what"]) == ("unsupported", True)
 
 
 @pytest.mark.real

@@ -185,6 +185,67 @@ def test_killed_between_the_rename_and_cleaning_up(tmp_path, monkeypatch, overwr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["made", "source"]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("resume", [False, True])
+def test_killed_while_it_cleans_up(tmp_path, monkeypatch, overwrite, resume):
+    """The folder has its last name, and a part of it is gone; the journal goes last."""
+    case = random_case(16)
+    if overwrite:
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made" / "old").write_text("old")
+    with monkeypatch.context() as patch:
+        real = target._remove
+
+        def remove(path):
+            if path.name == ".made.ckptctl-old":
+                raise KeyboardInterrupt
+            real(path)
+
+        patch.setattr(target, "_remove", remove)
+        patch.setattr(target.Partial, "_settle", lambda _: None)
+        with pytest.raises(KeyboardInterrupt):
+            run(case.job(tmp_path), overwrite=overwrite)
+    assert case.found(tmp_path) == case.wanted
+    assert [p.name for p in (tmp_path / ".made.ckptctl-old").iterdir()] == ["journal.jsonl"]
+    if resume:
+        outcome = run(case.job(tmp_path), resume=True)
+        assert outcome.notes == ("the interrupted job was already complete",)
+    else:
+        with pytest.raises(CkptError, match="already there"):
+            run(case.job(tmp_path))
+    assert case.found(tmp_path) == case.wanted
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["made", "source"]
+
+
+def test_another_job_does_not_take_a_finished_one_for_its_own(tmp_path, monkeypatch):
+    case = random_case(16)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "remove_old", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(case.job(tmp_path))
+    with pytest.raises(SourceChanged):
+        run(replace(case.job(tmp_path), fingerprint={"conversion": "another"}), resume=True)
+    assert case.found(tmp_path) == case.wanted
+
+
+def test_a_source_that_was_rewritten_with_its_size_and_time_put_back_is_another(tmp_path, monkeypatch):
+    case = stopped(tmp_path, monkeypatch)
+    file = next(p for p in sorted((tmp_path / "source").rglob("*")) if p.is_file())
+    status = file.stat()
+    file.write_bytes(file.read_bytes())  # the ends are the same, too
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(SourceChanged, match="not the one") as err:
+        run(case.job(tmp_path), resume=True)
+    assert "ctime_ns" in err.value.why
+
+
+def test_dots_behind_a_folder_that_is_not_there_leave_none(tmp_path):
+    case = random_case(16)
+    run(replace(case.job(tmp_path), target=tmp_path / "sub" / ".." / "made"))
+    assert case.found(tmp_path) == case.wanted
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["made", "source"]
+
+
 def test_killed_between_two_renames_brings_the_old_target_back(tmp_path, monkeypatch):
     case = random_case(16)
     (tmp_path / "made").mkdir()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptctl.core.checkpoint import ADAPTER, Checkpoint, Facts, File, UnsafeGlobal
 from ckptctl.core.dtype import packed
 from ckptctl.core.errors import Damaged, MissingFile, Unsupported
-from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
+from ckptctl.core.tensor import InOnePlace, Key, Source, Tensor
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
@@ -253,10 +253,10 @@ def _read_safetensors(out: _Reading, name: str, source: str) -> None:
         key = Key(tensor_name)
         dtype = packed(e.dtype)
         if dtype is e.dtype:
-            tensor = Tensor(key, dtype, e.shape, (PieceTable.whole(e.shape, dtype.itemsize, number, e.start_byte),))
+            tensor = Tensor(key, dtype, e.shape, InOnePlace(e.shape, dtype.itemsize, number, e.start_byte))
         else:
             flat = (e.nbytes,)
-            tensor = Tensor(key, dtype, flat, (PieceTable.whole(flat, 1, number, e.start_byte),), logical=e.shape)
+            tensor = Tensor(key, dtype, flat, InOnePlace(flat, 1, number, e.start_byte), logical=e.shape)
         out.add(tensor_name, tensor, name)
 
 

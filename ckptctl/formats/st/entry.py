@@ -10,12 +10,12 @@ from ckptctl.formats.jsonscan import short
 if TYPE_CHECKING:
     from ckptctl.formats.jsonscan import Scan
 
-_USUAL = re.compile(
+USUAL = re.compile(
     rb'"([^"\\\x00-\x1f]++)":'
     rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[((?:(?:0|[1-9][0-9]{0,18})(?:,(?:0|[1-9][0-9]{0,18}))*+)?+)\],'
-    rb'"data_offsets":\[(0|[1-9][0-9]{0,18}),(0|[1-9][0-9]{0,18})\]\}'
+    rb'"data_offsets":\[(0|[1-9][0-9]{0,18}),(0|[1-9][0-9]{0,18})\]\},'
 )
-"""A name and its entry as the reference writer has them; numbers of up to 19 digits fit 64 bits."""
+"""A name and its entry as the reference writer has them, and a comma; numbers of up to 19 digits fit 64 bits."""
 
 
 class Raw(NamedTuple):
@@ -29,16 +29,6 @@ class Raw(NamedTuple):
     offsets: tuple[int, ...] | None
     why: tuple[tuple[str, str], ...] = ()
     extra: tuple[str, ...] = ()
-
-
-def usual_entry(scan: Scan, p: int) -> tuple[str, Raw, int] | None:
-    """(name, entry, position behind) where the member at p is as the reference writes it: the fast way."""
-    found = _USUAL.match(scan.text, p)
-    if found is None:
-        return None
-    name, dtype, shape, begin, stop = found.groups()
-    sizes = tuple(map(int, shape.split(b","))) if shape else ()
-    return name.decode(), Raw(dtype.decode(), sizes, (int(begin), int(stop))), found.end()
 
 
 def read_entry(scan: Scan, p: int) -> tuple[Raw, int]:

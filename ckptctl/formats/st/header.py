@@ -5,13 +5,14 @@ Source: safetensors 0.8.0, tensor.rs: read_metadata, Metadata::new, validate, an
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptctl.core.dtype import BY_SAFETENSORS, DType
 from ckptctl.core.errors import CkptError, Damaged
 from ckptctl.formats.jsonscan import U64, Scan, short
-from ckptctl.formats.st.entry import Raw, read_entry, usual_entry
+from ckptctl.formats.st.entry import USUAL, Raw, read_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,8 @@ HEADER_LIMIT = 100_000_000
 """Bytes. Source: tensor.rs, MAX_HEADER_SIZE."""
 METADATA = "__metadata__"
 _PROBLEM_LIMIT = 200
+_KINDS = 4096
+"""Types and shapes that are looked up rather than worked out again."""
 _SEVERITY = {
     "header-does-not-start-with-brace": "warning",
     "duplicate-metadata-key": "warning",
@@ -57,7 +60,10 @@ class _Draft:
 
     path: str
     entries: dict[str, StEntry] = field(default_factory=dict)
-    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    placed: list[str] = field(default_factory=list)
+    """Names of entries with a usable range, whose first bytes and ends are in begins and stops."""
+    begins: array[int] = field(default_factory=lambda: array("Q"))
+    stops: array[int] = field(default_factory=lambda: array("Q"))
     metadata: dict[str, str] = field(default_factory=dict)
     data_start: int = 0
     problems: list[CkptError] = field(default_factory=list)
@@ -68,6 +74,17 @@ class _Draft:
         """Adds a problem; at is the tensor or field."""
         if len(self.problems) < _PROBLEM_LIMIT:
             self.problems.append(_problem(self.path, code, what, why, at=at))
+
+    def put(self, name: str, begin: int, stop: int) -> None:
+        """The range of an entry's data."""
+        self.placed.append(name)
+        self.begins.append(begin)
+        self.stops.append(stop)
+
+    def ranges(self) -> list[tuple[str, tuple[int, int]]]:
+        """(name, range) by ranges, rising."""
+        pairs = zip(self.begins, self.stops, strict=True)
+        return sorted(zip(self.placed, pairs, strict=True), key=lambda item: item[1])
 
 
 def read_header(reader: ByteSource) -> StHeader:
@@ -161,13 +178,10 @@ def _parse(scan: Scan, draft: _Draft) -> None:
     seen: set[str] = set()
     more, p = scan.opened(p)
     while more:
-        usual = usual_entry(scan, p)
+        p = _usual(scan, p, draft, seen)
+        name, p = scan.key(p)
         raw: Raw | None
-        if usual and usual[0] != METADATA:
-            name, raw, p = usual
-        else:
-            name, p = scan.key(p)
-            raw, p = (None, _metadata(scan, p, draft)) if name == METADATA else read_entry(scan, p)
+        raw, p = (None, _metadata(scan, p, draft)) if name == METADATA else read_entry(scan, p)
         if name in seen:
             why = "JSON readers differ in which one they take"
             draft.note("duplicate-name", f"{short(name)} stands twice in the header", why, name)
@@ -177,6 +191,55 @@ def _parse(scan: Scan, draft: _Draft) -> None:
         seen.add(name)
         more, p = scan.next(p, b"}")
     scan.stop(p)
+
+
+def _usual(scan: Scan, p: int, draft: _Draft, seen: set[str]) -> int:
+    """Takes the members from p on that are as the reference writes them and nothing is wrong with: the fast way.
+
+    The position of the first that is not so, or is the last.
+    """
+    text, match, entries, data_start = scan.text, USUAL.match, draft.entries, draft.data_start
+    known: dict[tuple[bytes, bytes], tuple[DType, tuple[int, ...], int] | None] = {}
+    while found := match(text, p):
+        raw_name, dtype, shape, first, last = found.groups()
+        name = raw_name.decode()
+        kind = (dtype, shape)
+        if kind not in known:
+            if len(known) > _KINDS:
+                known.clear()
+            known[kind] = _kind(dtype, shape)
+        has = known[kind]
+        begin, stop = int(first), int(last)
+        if has is None or stop - begin != has[2] or name in seen or name == METADATA:
+            break
+        seen.add(name)
+        entries[name] = StEntry(has[0], has[1], data_start + begin, has[2])
+        draft.put(name, begin, stop)
+        p = found.end()
+    return p
+
+
+def _kind(dtype: bytes, shape: bytes) -> tuple[DType, tuple[int, ...], int] | None:
+    """Type, shape and bytes of an entry, None where they make no tensor."""
+    known = BY_SAFETENSORS.get(dtype.decode())
+    if known is None:
+        return None
+    sizes = tuple(map(int, shape.split(b","))) if shape else ()
+    bits = _bits(known, sizes)
+    return (known, sizes, bits // 8) if bits % 8 == 0 and bits < U64 else None
+
+
+def _bits(dtype: DType, shape: tuple[int, ...]) -> int:
+    """Bits of a tensor; at least 2**64 where they overflow on the way, even with a 0 later in the shape.
+
+    In this order, as the reference reader multiplies: (2**40, 2**40, 0) overflows.
+    """
+    bits = dtype.bits
+    for size in shape:
+        bits *= size
+        if bits // dtype.bits >= U64:
+            break
+    return bits
 
 
 def _metadata(scan: Scan, p: int, draft: _Draft) -> int:
@@ -216,14 +279,10 @@ def _check(name: str, raw: Raw, draft: _Draft) -> None:
             draft.note("bad-offsets", f"the data_offsets of tensor {short(name)} are wrong", why, name)
         return
     begin, stop = raw.offsets
-    draft.ranges[name] = (begin, stop)
+    draft.put(name, begin, stop)
     if dtype is None or raw.shape is None:
         return
-    bits = dtype.bits
-    for size in raw.shape:  # in this order, as the reference reader multiplies: (2**40, 2**40, 0) overflows
-        bits *= size
-        if bits // dtype.bits >= U64:
-            break
+    bits = _bits(dtype, raw.shape)
     if bits // 8 == stop - begin and bits % 8 == 0 and bits < U64:
         draft.entries[name] = StEntry(dtype, raw.shape, draft.data_start + begin, stop - begin)
         return
@@ -241,13 +300,14 @@ def _check(name: str, raw: Raw, draft: _Draft) -> None:
 def _tiling(reader: ByteSource, draft: _Draft) -> list[CkptError]:
     """Whether the tensors lie back to back from the data's start to the file's end; at most 200 problems."""
     found: list[CkptError] = []
-    for problem in _holes(draft):
-        if len(found) < _PROBLEM_LIMIT:
-            found.append(problem)
-    last = max((stop for _, stop in draft.ranges.values()), default=0)
+    if not _is_tiled(draft):
+        for problem in _holes(draft):
+            if len(found) < _PROBLEM_LIMIT:
+                found.append(problem)
+    last = max(draft.stops, default=0)
     there = reader.nbytes - draft.data_start
     if last > there:
-        rows = sorted(draft.ranges.items(), key=lambda item: item[1])
+        rows = draft.ranges()
         cut = [name for name, (_, stop) in rows if stop > there]
         whole = f"{len(rows) - len(cut)} of {len(rows)} tensors are whole, the first that is not is {short(cut[0])}"
         why = f"{there:,} of {last:,} bytes of data are there; {whole}"
@@ -260,9 +320,20 @@ def _tiling(reader: ByteSource, draft: _Draft) -> list[CkptError]:
     return found
 
 
+def _is_tiled(draft: _Draft) -> bool:
+    """Whether ranges lie back to back from 0 on."""
+    import numpy as np
+
+    begins, stops = (np.frombuffer(c, np.uint64) for c in (draft.begins, draft.stops))
+    if not len(begins):
+        return True
+    order = np.lexsort((stops, begins))
+    return bool(begins[order[0]] == 0 and (begins[order[1:]] == stops[order[:-1]]).all())
+
+
 def _holes(draft: _Draft) -> Iterator[CkptError]:
     last, before = 0, ""
-    for name, (begin, stop) in sorted(draft.ranges.items(), key=lambda item: item[1]):
+    for name, (begin, stop) in draft.ranges():
         if begin > last:
             what, why = f"bytes {last} to {begin} of the data belong to no tensor", f"they lie before {short(name)}"
             yield _problem(draft.path, "gap", what, why, at=name)
