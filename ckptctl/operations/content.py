@@ -21,7 +21,7 @@ from ckptctl.core.values import Record, Tree, holds_array
 from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Content, Item, Line, Target
 from ckptctl.names import absent_head, head_and_embedding, is_tied, quantized_by_names
-from ckptctl.operations.opening import require_names
+from ckptctl.operations.opening import require_data, require_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -163,6 +163,7 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
             code="no-tensors",
         )
     _movable(out.values())
+    require_data(source, out)
     casts: Counter[tuple[str, str]] = Counter()
     for item in out.values():
         if item.dtype.name != item.tensor.dtype.name:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state, part_of
 from ckptctl.core.values import Array, Record, Tree
 from ckptctl.formats.hf.adapter import described as described_adapter
-from ckptctl.operations.opening import Reading, open_checkpoint, require_tensors
+from ckptctl.operations.opening import Reading, open_checkpoint, placeholders, require_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +50,7 @@ def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool =
         "unsafe": [{"file": u.file, "global": u.name, "why": u.why} for u in checkpoint.unsafe],
         "unknown_globals": list(checkpoint.unknown_globals),
         "unsupported": [{"what": w, "why": y} for w, y in checkpoint.unsupported],
-        "warnings": [*checkpoint.warnings, *_unnamed(checkpoint)],
+        "warnings": [*checkpoint.warnings, *_unnamed(checkpoint), *_placeholders(checkpoint)],
         "files": [{"path": f.path, "bytes": f.nbytes, "role": f.role} for f in checkpoint.files],
     }
     if tensors:
@@ -159,6 +159,11 @@ def _unnamed(checkpoint: Checkpoint) -> list[str]:
     return (
         [f"the optimizer's parameters have numbers and no names: {why}; --param-order FILE gives them"] if why else []
     )
+
+
+def _placeholders(checkpoint: Checkpoint) -> list[str]:
+    names = placeholders(checkpoint)
+    return [f"{len(names)} weights are placeholders without data, of shape (0,): {names[0]}"] if names else []
 
 
 def _frozen(checkpoint: Checkpoint) -> list[str]:

@@ -136,6 +136,8 @@ def _operands(out: _Merging, adapter: Checkpoint, number: int) -> dict[str, Tens
         out.files += [replace(f, path=paths[""]) for f in adapter.files[:1]]
     made = {}
     for key, tensor in adapter.tensors.items():
+        if key.kind not in WEIGHTS:
+            continue  # a Trainer's folder has the adapter's optimizer beside it
         if tensor.why_unsupported or not tensor.dtype.is_float:
             raise Unsupported(
                 f"{key.name} cannot be merged",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptctl import formats
 from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, Facts
 from ckptctl.core.errors import Damaged, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported, Usage
 from ckptctl.names import quantized_by_names
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 _CONFIG_LIMIT = 64 << 20
 
@@ -161,6 +164,34 @@ def require_safe(checkpoint: Checkpoint) -> None:
             why=first.why,
             fix="nothing was run; do not load this checkpoint elsewhere, and ask who made it",
             code="pickle-calls-code",
+        )
+
+
+def placeholders(checkpoint: Checkpoint) -> list[str]:
+    """Weights that hold no element where a model has some: what ZeRO-3 leaves of a weight that was not gathered.
+
+    Only told of a model with a config, whose parameters (`....weight`, `....bias`) are never of shape (0,).
+    """
+    if not checkpoint.facts.family:
+        return []
+    return [
+        k.name
+        for k, t in checkpoint.tensors.items()
+        if k.kind in WEIGHTS and t.shape == (0,) and k.name.endswith((".weight", ".bias"))
+    ]
+
+
+def require_data(checkpoint: Checkpoint, taken: Container[str]) -> None:
+    """Damaged, with their number, where weights that are taken are placeholders without data."""
+    names = [n for n in placeholders(checkpoint) if n in taken]
+    if names:
+        weights = sum(k.kind in WEIGHTS for k in checkpoint.tensors)
+        raise Damaged(
+            f"{len(names)} of {weights} weights are placeholders without data: {names[0]}",
+            where=checkpoint.root,
+            why="their shape is (0,), as ZeRO-3 leaves weights that were not gathered before they were saved",
+            fix="take the weights from the ZeRO checkpoint itself; --exclude goes on without these",
+            code="placeholders",
         )
 
 

@@ -13,7 +13,8 @@ import ckptctl
 from tests.formats.hf.test_adapter import P, adapter_save
 from tests.support.checkpoints import fixture, run_torch, shared
 from tests.support.commands import document, good, refused
-from tests.support.saving import adamw, hf_save, torch_save
+from tests.support.format_suite import tree_bytes
+from tests.support.saving import adamw, arange, hf_save, torch_save
 
 RNG = np.random.default_rng(5)
 HALF, FULL = ml_dtypes.bfloat16, np.float32
@@ -270,14 +271,15 @@ def test_a_quantized_base_is_refused(tmp_path):
     assert refused("convert", source, tmp_path / "out", *words)["code"] == "merge-base"
 
 
-def test_an_interrupted_merge_goes_on_only_with_the_same_adapter(tmp_path):
+def test_the_optimizer_of_an_adapter_s_trainer_folder_is_no_part_of_a_merge(tmp_path):
     source = fixture("hf/llama-lora")
     shutil.copytree(source / "adapter", tmp_path / "a")
-    words = ["convert", source / "base", tmp_path / "out", "--to", "hf", "--merge-adapter", tmp_path / "a"]
-    good(*words)
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    good(*words, "--overwrite")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    (tmp_path / "a" / "trainer_state.json").write_text('{"global_step": 3}')
+    state = {"state": {0: {"exp_avg": arange(4, 32)}}, "param_groups": [{"params": [0], "lr": 0.1}]}
+    torch_save(tmp_path / "a" / "optimizer.pt", state)
+    for name, adapter in (("one", source / "adapter"), ("two", tmp_path / "a")):
+        good("convert", source / "base", tmp_path / name, "--to", "hf", "--merge-adapter", adapter)
+    assert tree_bytes(tmp_path / "one") == tree_bytes(tmp_path / "two")
 
 
 # ---- against PEFT ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.commands import ckptctl, document, good, refused
 from tests.support.plain import torch_tree
-from tests.support.saving import Strided, adamw, arange, dcp_save, torch_save
+from tests.support.saving import Strided, adamw, arange, dcp_save, hf_save, torch_save
 
 BIG = (300, 100)  # too large to be a value
 MODEL = {"a.w": arange(4, 3)}
@@ -210,3 +210,21 @@ def test_an_index_without_paths_and_bare_names_is_told_by_the_optimizer(tmp_path
     }
     items = {("net.a.w",): arange(2), ("opt_g.param_groups.0.lr",): 0.1, ("opt_g.state.net.a.w.exp_avg",): arange(2)}
     refused("inspect", dcp_save(tmp_path / "odd", items, paths=False))
+
+
+# ---- weights that are not there -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+def test_placeholders_of_zero3_are_never_written_as_weights(to, tmp_path):
+    tensors = {"model.norm.weight": np.ones(4, np.float32), "model.embed_tokens.weight": np.empty(0, np.float32)}
+    source = hf_save(tmp_path / "src", tensors, {"model_type": "llama", "vocab_size": 9, "hidden_size": 4})
+    error = refused("convert", source, tmp_path / "out", "--to", to)
+    assert (error["code"], "1 of 2" in error["what"]) == ("placeholders", True)
+    assert any("placeholders" in w for w in document("inspect", source)["warnings"])
+    good("convert", source, tmp_path / "out", "--to", to, "--exclude", "*embed*")
+
+
+def test_empty_tensors_of_no_known_model_are_tensors(tmp_path):
+    source = hf_save(tmp_path / "src", {"a.weight": np.empty(0, np.float32), "b": np.ones(3, np.float32)})
+    good("convert", source, tmp_path / "out", "--to", "torch")

@@ -151,7 +151,7 @@ def scan_folder(path: Path, *, variant: str | None = None) -> HfFolder:
     if not sets and not dcp and variant is None:
         sets = _unnamed(names, adapter)
     for a, b in itertools.pairwise(sets):
-        if a.suffix == b.suffix and a.variant == b.variant and a.why != "config.json":
+        if a.variant == b.variant and a.why != "config.json":
             try:
                 problem = compare_sources(path, a, b)
             except CkptError as err:  # the reader meets it again, if it takes that file
