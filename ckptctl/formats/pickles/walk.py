@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Path = tuple["Path", Tree] | None
 """A path as a chain: (the path of the parent, the key below it); None is the root."""
 
-_LEAVES = (str, bytes, int, float, bool, complex, bytearray, Global, NumpyArray, type(None))
+_LEAVES = frozenset({str, bytes, int, float, bool, complex, bytearray, Global, NumpyArray, type(None)})
 
 
 def walk(tree: Tree) -> Iterator[tuple[Path, Tree]]:
@@ -27,9 +27,7 @@ def walk(tree: Tree) -> Iterator[tuple[Path, Tree]]:
             continue
         seen.add(id(node))
         yield path, node
-        below = [
-            (key, child) for key, child in _children(node) if not isinstance(child, _LEAVES) and id(child) not in seen
-        ]
+        below = [(key, child) for key, child in _children(node) if type(child) not in _LEAVES and id(child) not in seen]
         keep.extend(child for _, child in below)
         todo.extend(((path, key), child) for key, child in reversed(below))
 
@@ -56,9 +54,11 @@ def _children(node: Tree) -> Iterator[tuple[Tree, Tree]]:
         yield from enumerate(node)
     elif isinstance(node, Record):
         yield "", node.func
-        yield "", node.args
+        if node.args:
+            yield "", node.args
         yield "", node.kwargs
-        yield "", node.items
+        if node.items:
+            yield "", node.items
         for key, value in node.pairs:
             yield "", key
             yield key, value

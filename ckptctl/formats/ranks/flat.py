@@ -333,17 +333,18 @@ def _untold(where: str, why: str) -> MissingFact:
 def ways_of(model: Mapping[str, Gathered], ranks: Sequence[int], where: str) -> dict[int, int]:
     """By rank: which part of a flat run it has, as the weights beside it are cut.
 
-    Unsupported where they are cut in more than one way, or by several axes of a mesh: flat runs then hold slices.
+    Unsupported where they are cut in more than one way, by several axes of a mesh, or not on axis 0: what a flat run
+    holds would then be anyone's guess.
     """
     cut = [g for g in model.values() if g.how != "plain"]
     if not cut:
         return dict.fromkeys(ranks, 0)
-    other = next((g for g in cut if g.axes > 1 or g.way != cut[0].way), None)
+    other = next((g for g in cut if g.axes > 1 or g.way != cut[0].way or not g.by_rows()), None)
     if other is not None:
         raise Unsupported(
             "the optimizer's state is flat, and the weights are cut in several ways",
             where=where,
-            why=f"{other.name} is not cut as {cut[0].name} is",
+            why=f"{other.name} is not cut on axis 0 as {cut[0].name} is",
             fix="leave the optimizer out with --no-optimizer",
             code="wrapping",
         )

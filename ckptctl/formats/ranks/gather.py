@@ -96,6 +96,12 @@ class Gathered:
         table: Ints = np.frombuffer(self.rows, np.int64).reshape(-1, _FIXED + 3 * k)
         return table[(table[:, _FIXED + k : _FIXED + 2 * k] > 0).all(axis=1)] if k else table
 
+    def by_rows(self) -> bool:
+        """Whether every part has whole rows: it is cut on axis 0 alone."""
+        k = len(self.shape)
+        sizes = self.columns[:, _FIXED + k + 1 : _FIXED + 2 * k]
+        return bool((sizes == np.array(self.shape[1:], np.int64)).all())
+
     def place(self) -> tuple[object, ...]:
         """What two tensors share that are one: the same bytes on every rank, seen the same way. () for empty ones."""
         return (self.dtype.name, self.shape, self.final, self.rows.tobytes()) if self.numel else ()

@@ -97,7 +97,7 @@ class Slicer:
     file: int = 0
     directory: ZipDirectory | None = None
     meshes: dict[int, Grid] = field(default_factory=dict)
-    boxes: dict[tuple[tuple[int, ...], int, int], Box] = field(default_factory=dict)
+    boxes: dict[tuple[Tree, ...], Box] = field(default_factory=dict)
     kept: list[Tree] = field(default_factory=list)
 
     def slice(self, tree: Tree, name: str) -> Slice:
@@ -162,15 +162,13 @@ class Slicer:
         local, spec = slots.get("_local_tensor"), slots.get("_spec")
         if not isinstance(local, TensorRef) or not isinstance(spec, Record):
             raise self.bad(name, "is a DTensor without its local tensor or its spec", show(sorted(map(str, slots))))
-        key = (shape, id(spec.state), 0)
+        fields = _state(spec.state)
+        mesh, placements = fields.get("mesh"), fields.get("placements")
+        plain = _plain_placements(placements)
+        key = (shape, id(mesh), plain, id(placements) if plain is None else 0, id(fields.get("shard_order")))
         if key not in self.boxes:
-            fields = _state(spec.state)
-            mesh = fields.get("mesh")
-            shared = (shape, id(mesh), id(fields.get("placements")))
-            if shared not in self.boxes:
-                self.kept += [mesh, fields.get("placements"), spec.state]  # ids stay those of living objects
-                self.boxes[shared] = self._box(fields, name, shape)
-            self.boxes[key] = self.boxes[shared]
+            self.kept += [mesh, placements, fields.get("shard_order")]  # ids stay those of living objects
+            self.boxes[key] = self._box(fields, name, shape)
         box = self.boxes[key]
         size, grid = box.size, box.grid
         if local.shape != size and (local.numel or math.prod(size)):
@@ -377,6 +375,18 @@ def _state(tree: Tree) -> Mapping[str, Tree]:
     if isinstance(tree, tuple) and len(tree) == 2 and all(part is None or isinstance(part, dict) for part in tree):
         return {**(tree[0] or {}), **(tree[1] or {})}
     return {}
+
+
+def _plain_placements(placements: Tree) -> tuple[tuple[str, int, int], ...] | None:
+    """Placements as (class, axis or -1, split factor), to be compared; None where there is more to them."""
+    out = []
+    for p in placements if isinstance(placements, (tuple, list)) else (None,):
+        state = _state(p.state) if isinstance(p, Record) else {"dim": None}
+        dim, split = state.get("dim", -1), state.get("split_factor", 1)
+        if type(dim) is not int or type(split) is not int:
+            return None
+        out.append((p.cls, dim, split))
+    return tuple(out)
 
 
 def _ints(tree: Tree) -> tuple[int, ...] | None:

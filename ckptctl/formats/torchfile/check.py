@@ -13,6 +13,8 @@ from ckptctl.formats.torchfile.rebuild import why_unsupported
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptctl.formats.pickles.walk import Path
+
 _LIMIT = 2**63
 _MOST_AXES = 64
 
@@ -29,15 +31,14 @@ def check_tree(tree: Tree, where: str, unsupported: list[tuple[str, str]]) -> It
     """
     for path, node in walk(tree):
         if isinstance(node, TensorRef):
-            named = path_text(path) or "the tensor"
-            if (found := _tensor_problem(node, where, named)) is not None:
+            if (found := _tensor_problem(node, where, path)) is not None:
                 yield found
         elif isinstance(node, Record):
             if why := why_unsupported(node) or _over_storage(node):
                 unsupported.append((path_text(path), why))
         elif isinstance(node, Storage) and node.start_byte < 0 and node.location == "meta":
             unsupported.append((path_text(path), "a meta tensor, which has no data"))
-        elif isinstance(node, Storage) and (found := storage_problem(node, where, path_text(path))) is not None:
+        elif isinstance(node, Storage) and (found := storage_problem(node, where, path)) is not None:
             yield found
 
 
@@ -48,8 +49,11 @@ def _over_storage(record: Record) -> str:
     return f"what {record.cls or 'an object'} makes of stored elements is not known here"
 
 
-def storage_problem(storage: Storage, where: str, named: str) -> Damaged | None:
-    """What is wrong with a storage's place; named is the tensor that shows it ("" for none)."""
+def storage_problem(storage: Storage, where: str, path: Path) -> Damaged | None:
+    """What is wrong with a storage's place; path is that of the tensor that shows it."""
+    if storage.start_byte >= 0 and storage.nbytes == wanted_nbytes(storage):
+        return None
+    named = path_text(path)
     of = f", the storage of {named}," if named else ""
     if storage.start_byte < 0:
         return Damaged(
@@ -59,19 +63,18 @@ def storage_problem(storage: Storage, where: str, named: str) -> Damaged | None:
             fix="copy the file again",
             code="storage-missing",
         )
-    if storage.nbytes != wanted_nbytes(storage):
-        return Damaged(
-            f"data/{storage.key}{of} has the wrong size",
-            where=f"{where}, {named}" if named else where,
-            why=f"{wanted_nbytes(storage)} bytes wanted, {storage.nbytes} there",
-            fix="copy the file again",
-            code="storage-size-mismatch",
-        )
-    return None
+    return Damaged(
+        f"data/{storage.key}{of} has the wrong size",
+        where=f"{where}, {named}" if named else where,
+        why=f"{wanted_nbytes(storage)} bytes wanted, {storage.nbytes} there",
+        fix="copy the file again",
+        code="storage-size-mismatch",
+    )
 
 
-def _tensor_problem(t: TensorRef, where: str, named: str) -> Damaged | None:
+def _tensor_problem(t: TensorRef, where: str, path: Path) -> Damaged | None:
     def bad(what: str, why: str, code: str) -> Damaged:
+        named = path_text(path) or "the tensor"
         return Damaged(f"{named} {what}", where=f"{where}, {named}", why=why, fix="copy the file again", code=code)
 
     if len(t.shape) > _MOST_AXES:

@@ -8,7 +8,7 @@ import pytest
 import ckptctl
 from ckptctl.core.errors import CkptError
 from ckptctl.formats.ranks.files import rank_files
-from tests.support.commands import document, refused
+from tests.support.commands import document, good, refused
 from tests.support.saving import Strided, adamw, arange
 from tests.support.slices import (
     dtensor,
@@ -317,6 +317,35 @@ def test_many_ranks_cost_rows_and_no_objects(tmp_path):
     found = document("inspect", folder)
     assert found["layout"]["world_size"] == 150
     assert read(folder).tobytes() == array.tobytes()
+
+
+def test_flat_state_beside_weights_cut_in_columns_is_refused(tmp_path):
+    """In the order of ranks columns are not the flattened parameter."""
+    array = arange(2, 4)
+
+    def tree(r):
+        local = np.ascontiguousarray(array[:, 2 * r : 2 * r + 2])
+        weight = dtensor(local, (2, 4), [shard(1)], line(r, 2))
+        moments = {"exp_avg": local.ravel(), "step": np.array(1, np.float32)}
+        return {"model": {"w": weight}, "optimizer": {**adamw([0], {}), "state": {0: moments}}}
+
+    folder = save_ranks(tmp_path / "set", 2, tree)
+    error = refused("inspect", folder)
+    assert (error["code"], "axis 0" in error["why"]) == ("wrapping", True)
+
+
+def test_flat_state_of_units_that_no_wrapping_gives_leaves_the_weights_readable(tmp_path):
+    array = arange(4, 2)
+
+    def tree(r):
+        moments = {"exp_avg": arange(7, start=r), "step": np.array(1, np.float32)}
+        return {"model": on_rows(array, 2)(r), "optimizer": {**adamw([0], {}), "state": {0: moments}}}
+
+    folder = save_ranks(tmp_path / "set", 2, tree)
+    assert read(folder).tobytes() == array.tobytes()
+    error = refused("convert", folder, tmp_path / "out.pt", "--to", "torch")
+    assert (error["code"], "no way to wrap" in error["why"]) == ("param-order", True)
+    good("convert", folder, tmp_path / "out", "--to", "hf", "--no-optimizer")
 
 
 def test_optimizer_state_that_is_plain_where_weights_are_cut_is_no_copy(tmp_path):
