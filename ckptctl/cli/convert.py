@@ -20,7 +20,9 @@ def add(app: typer.Typer) -> None:
         dst: options.DST,
         to: Annotated[
             str,
-            typer.Option("--to", help="The target's format: hf, torch or dcp.", metavar="FORMAT", show_default=False),
+            typer.Option(
+                "--to", help="The target's format: hf, torch, dcp or torchtitan.", metavar="FORMAT", show_default=False
+            ),
         ],
         dtype: Annotated[
             str, typer.Option("--dtype", help="Type of the weights: source, float32, bfloat16 or float16.")
@@ -55,6 +57,14 @@ def add(app: typer.Typer) -> None:
                 "--merge-adapter",
                 help="Add a LoRA adapter (PEFT) to the weights. May be given several times.",
                 metavar="DIR",
+            ),
+        ] = None,
+        names: Annotated[
+            str | None,
+            typer.Option(
+                "--names",
+                help="torch, dcp: names of stacked experts: module5, module4 or disk. The source's otherwise.",
+                metavar="NAMING",
             ),
         ] = None,
         model_config: options.MODEL_CONFIG = None,
@@ -93,6 +103,7 @@ def add(app: typer.Typer) -> None:
             index_keys=index_keys,
             bare=bare,
             merge_adapter=tuple(map(str, merge_adapter or ())),
+            names=names,
         )
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:

@@ -60,10 +60,12 @@ TARGETS: dict[str, Target] = {
         is_folder_of_weights=True,
         flags=frozenset({"max_shard_size", "bare"}),
         reshards=frozenset({"max_shard_size"}),
+        naming="disk",
     ),
     "trainer": Target("a Trainer folder", is_folder_of_weights=True, flags=frozenset({"max_shard_size"})),
-    "torch": Target("a torch file", flags=frozenset({"index_keys"})),
-    "dcp": Target("a DCP folder", flags=frozenset({"dp", "tp"}), reshards=frozenset({"dp", "tp"})),
+    "torch": Target("a torch file", flags=frozenset({"index_keys", "names"})),
+    "dcp": Target("a DCP folder", flags=frozenset({"dp", "tp", "names"}), reshards=frozenset({"dp", "tp"})),
+    "torchtitan": Target("a torchtitan folder", flags=frozenset({"dp", "tp"}), naming="torchtitan"),
 }
 """Every format with a write module, by the name that --to takes."""
 

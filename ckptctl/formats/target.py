@@ -97,6 +97,8 @@ class Target:
     is_folder_of_weights: bool = False
     flags: frozenset[str] = frozenset()
     reshards: frozenset[str] = frozenset()
+    naming: str = ""
+    """The naming of its tensors: disk, torchtitan, ...; "" where --names chooses."""
 
 
 @dataclass(frozen=True, slots=True)

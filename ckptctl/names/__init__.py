@@ -1,6 +1,7 @@
 """Naming as data: TOML files, and the functions that read them. No Python per model family."""
 
 from ckptctl.names.families import Family, Namespace, Parameter, family, known
+from ckptctl.names.natives import in_memory, looks_like_torchtitan, torchtitan
 from ckptctl.names.quantized import quantized_by_names
 from ckptctl.names.ties import absent_head, head_and_embedding, is_tied
 
@@ -11,7 +12,10 @@ __all__ = [
     "absent_head",
     "family",
     "head_and_embedding",
+    "in_memory",
     "is_tied",
     "known",
+    "looks_like_torchtitan",
     "quantized_by_names",
+    "torchtitan",
 ]

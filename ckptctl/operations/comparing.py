@@ -22,6 +22,7 @@ from ckptctl.core.values import Array, Held, Tree
 from ckptctl.names import head_and_embedding, is_tied
 from ckptctl.operations.content import WEIGHT_CHOICES
 from ckptctl.operations.inspecting import plain
+from ckptctl.operations.naming import under_one_naming
 from ckptctl.operations.opening import (
     Reading,
     open_checkpoint,
@@ -87,6 +88,7 @@ def diff(
     if sides[0].facts.config is None or sides[1].facts.config is None:
         facts = sides[0].facts if sides[0].facts.config is not None else sides[1].facts
         sides = [replace(s, facts=facts) for s in sides]
+    sides = list(under_one_naming(*sides))
     budget = parse_size(memory, "--memory")
     found = _Found()
     with TensorReader(sides[0], budget // 4) as left, TensorReader(sides[1], budget // 4) as right:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DTYPE_CHOICES = ("source", "float32", "bfloat16", "float16")
 WEIGHT_CHOICES = ("model", "master")
+NAME_CHOICES = ("module5", "module4", "disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Conversion:
     bare: bool = False
     merge_adapter: tuple[str, ...] = ()
     """Folders of adapters that are merged into the weights, in order."""
+    names: str | None = None
 
     @property
     def target(self) -> Target:
@@ -55,7 +57,7 @@ class Conversion:
         return TARGETS[self.to]
 
 
-LAYOUT_FLAGS = ("dp", "tp", "index_keys", "bare")
+LAYOUT_FLAGS = ("dp", "tp", "index_keys", "bare", "names")
 """Fields of Conversion that are not for every target. max_shard_size has a default: it never contradicts."""
 
 
@@ -67,6 +69,8 @@ def check_flags(wanted: Conversion) -> None:
         raise Usage(f"--dtype {wanted.dtype}: there is no such choice", fix=f"one of {', '.join(DTYPE_CHOICES)}")
     if wanted.weights not in WEIGHT_CHOICES:
         raise Usage(f"--weights {wanted.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
+    if wanted.names not in (None, *NAME_CHOICES):
+        raise Usage(f"--names {wanted.names}: there is no such choice", fix=f"one of {', '.join(NAME_CHOICES)}")
     for name in LAYOUT_FLAGS:
         if getattr(wanted, name) and name not in wanted.target.flags:
             flag = f"--{name.replace('_', '-')}"

@@ -19,6 +19,7 @@ from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
 from ckptctl.operations.merging import merged
+from ckptctl.operations.naming import for_target, named_for
 from ckptctl.operations.opening import (
     Reading,
     open_checkpoint,
@@ -89,8 +90,10 @@ def convert(
     adapters: list[Line] = []
     if wanted.merge_adapter:
         source, adapters = merged(source, wanted.merge_adapter, wanted)
+    source, naming = for_target(source, wanted)
     content, lines = content_of(source, wanted)
-    lines = [*adapters, *lines]
+    content, renamings = named_for(content, naming)
+    lines = [*adapters, *lines, *renamings]
     choices = Choices(
         parse_size(wanted.max_shard_size, "--max-shard-size"),
         wanted.dp or 1,

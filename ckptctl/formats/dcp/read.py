@@ -37,6 +37,7 @@ from ckptctl.formats.parameters import named_states
 from ckptctl.formats.pickles.emit import dump
 from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, find, number, plain
 from ckptctl.formats.torchtensor import VALUE_LIMIT
+from ckptctl.names import looks_like_torchtitan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -82,7 +83,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     )
     return Checkpoint(
         "dcp",
-        folder.variant(),
+        _variant(folder, found),
         str(path),
         tuple(folder.sources),
         folder.tensors,
@@ -99,6 +100,10 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         warnings=tuple(folder.index.warnings),
         gap_reason="archives' headers, pickles and directories; byte items",
     )
+
+
+def _variant(folder: _Folder, found: Found) -> str:
+    return "torchtitan" if looks_like_torchtitan(found.model) else folder.variant()
 
 
 class _Folder:

@@ -57,7 +57,11 @@ class Chunk:
 
 def write(content: Content, choices: Choices) -> Written:
     """The folder for a mesh of choices.dp times choices.tp ranks."""
-    named = list(_own(content) if choices.own_names else _standard(content))
+    return laid_out(list(_own(content) if choices.own_names else _standard(content)), content, choices)
+
+
+def laid_out(named: Sequence[Named], content: Content, choices: Choices, folder: str = "") -> Written:
+    """The files of a folder with those items, below folder ("step-3/") where it is given."""
     _unique(named)
     mesh = Mesh(choices.dp, choices.tp)
     ranks = [list(_of_rank(named, rank, mesh)) for rank in range(mesh.ranks)]
@@ -68,9 +72,9 @@ def write(content: Content, choices: Choices) -> Written:
         path = f"__{rank}_0.distcp"
         lengths = tuple(_lengths(chunks))
         places.append((path, chunks, lengths))
-        files.append(OutputFile(path, lambda chunks=chunks: _segments(chunks)))  # type: ignore[misc]
+        files.append(OutputFile(folder + path, lambda chunks=chunks: _segments(chunks)))  # type: ignore[misc]
     metadata = dump(_metadata(named, places))
-    files.append(OutputFile(NAME, lambda: [Put(metadata)]))
+    files.append(OutputFile(folder + NAME, lambda: [Put(metadata)]))
     lines = _layout_lines(content, named, mesh)
     numbered = [] if choices.own_names else [p for n, v in content.values.items() for p in _numbered(n, v)]
     if numbered:
@@ -91,7 +95,7 @@ def _layout_lines(content: Content, named: Sequence[Named], mesh: Mesh) -> list[
     if packed and mesh.ranks > 1:
         lines.append(Line("layout", "written", f"{packed} tensors of quantized weights whole, each module in one file"))
     kept = content.source.variant if content.source.format == "dcp" else ""
-    if kept:
+    if kept and kept != "torchtitan":  # that is a naming, not an encoding
         lines.append(
             Line("encoding", "converted", f"the source's ({kept}) is not kept: one {NAME}, items as torch archives")
         )
@@ -114,7 +118,7 @@ def _standard(content: Content) -> Iterator[Named]:
                 f"a value of the source is called {name}, as a part of the result is",
                 fix="rename it where the source is made",
             )
-        yield from _flattened((name,), value, content.held)
+        yield from flattened((name,), value, content.held)
 
 
 def _optimizer(content: Content) -> Iterator[Named]:
@@ -131,9 +135,9 @@ def _optimizer(content: Content) -> Iterator[Named]:
     for number, group in enumerate(optimizer.groups):
         for option, value in {**group.options, "params": list(group.params)}.items():
             path_ = ("optim", "param_groups", number, option)
-            yield from _flattened(path_, value, content.held)
+            yield from flattened(path_, value, content.held)
     for option, value in optimizer.options.items():
-        yield from _flattened(("optim", option), value, content.held)
+        yield from flattened(("optim", option), value, content.held)
 
 
 def _own(content: Content) -> Iterator[Named]:
@@ -148,7 +152,7 @@ def _own(content: Content) -> Iterator[Named]:
             yield Named(entry.name, entry.path, Item(entry.key, tensor, tensor.dtype))
 
 
-def _flattened(path: tuple[PathKey, ...], value: Tree, held: Mapping[tuple[str, str], Item]) -> Iterator[Named]:
+def flattened(path: tuple[PathKey, ...], value: Tree, held: Mapping[tuple[str, str], Item]) -> Iterator[Named]:
     """A value as items: dicts always go down; lists where they hold a tensor, a dict or such a list.
 
     The rest is one item.
@@ -157,10 +161,10 @@ def _flattened(path: tuple[PathKey, ...], value: Tree, held: Mapping[tuple[str, 
     """
     if isinstance(value, dict) and value and all(isinstance(k, (str, int)) for k in value):
         for key, inner in value.items():
-            yield from _flattened((*path, str(key)), inner, held)
+            yield from flattened((*path, str(key)), inner, held)
     elif isinstance(value, list) and _goes_down(value):
         for i, inner in enumerate(value):
-            yield from _flattened((*path, i), inner, held)
+            yield from flattened((*path, i), inner, held)
     elif isinstance(value, Held):
         yield Named(".".join(map(str, path)), path, held[value.name, value.kind])
     else:
@@ -343,4 +347,4 @@ def _tensor_metadata(named: Named, chunks: list[Tree]) -> Tree:
 
 
 Writer = Callable[[Content, Choices], Written]
-__all__ = ["Entry", "write"]
+__all__ = ["Entry", "Named", "flattened", "laid_out", "write"]

@@ -1,0 +1,214 @@
+"""Which naming a checkpoint has, and the way from it to the hub's names and from there to a target's. No format here.
+
+The hub has the names of Hugging Face files. A naming is `disk` (those), `module5` (experts stacked, as Transformers 5
+has them in memory) or `torchtitan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptctl import names
+from ckptctl.core.checkpoint import OTHER, WEIGHTS, Checkpoint
+from ckptctl.core.errors import Damaged, MissingFact
+from ckptctl.core.regroup import regrouped
+from ckptctl.core.remake import Made, Native, Recipe, from_hub, remade, to_hub
+from ckptctl.core.tensor import Key
+from ckptctl.formats.target import Content, Item, Line
+from ckptctl.operations.tensors import TensorReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ckptctl.core.tensor import Tensor
+    from ckptctl.operations.content import Conversion
+
+
+def naming_of(checkpoint: Checkpoint) -> str:
+    """The naming of a checkpoint: of its optimizer's state where that differs from its weights'."""
+    every = [k.name for k in checkpoint.tensors if k.kind != OTHER]
+    if names.looks_like_torchtitan(k.name for k in checkpoint.tensors if k.kind in WEIGHTS):
+        return "torchtitan"
+    found = _family(checkpoint)
+    if found is None:
+        return "disk"
+    in_memory = {n.name for n in names.in_memory(found)}
+    return "module5" if in_memory.intersection(every) else "disk"
+
+
+def is_mixed(checkpoint: Checkpoint, naming: str) -> bool:
+    """Whether weights and states have names of two namings, as a Trainer's folder does for stacked experts."""
+    found = _family(checkpoint)
+    if naming != "module5" or found is None:
+        return False
+    natives = names.in_memory(found)
+    weights = {k.name for k in checkpoint.tensors if k.kind in WEIGHTS}
+    return any(part.hub.name in weights for n in natives for part in n.parts)
+
+
+def _family(checkpoint: Checkpoint) -> names.Family | None:
+    return None if checkpoint.facts.config is None else names.family(checkpoint.facts.config)
+
+
+def for_target(source: Checkpoint, wanted: Conversion) -> tuple[Checkpoint, str]:
+    """The source under the names that a conversion chooses from, and the naming to give the result (`named_for`).
+
+    A target without names of its own has those that --names says, else those of the source's optimizer.
+    """
+    had = naming_of(source)
+    naming = wanted.target.naming or wanted.names or ("module5" if had == "module5" else "disk")
+    if naming == had and not is_mixed(source, had):
+        return source, ""
+    return as_hub(source, had), naming
+
+
+def under_one_naming(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Two checkpoints under names that can be compared: their own where these are of one naming, else the hub's."""
+    namings = naming_of(a), naming_of(b)
+    if namings[0] == namings[1] and not is_mixed(a, namings[0]) and not is_mixed(b, namings[1]):
+        return a, b
+    return as_hub(a, namings[0]), as_hub(b, namings[1])
+
+
+def natives_of(checkpoint: Checkpoint, naming: str, present: Iterable[str] = ()) -> list[Native]:
+    """The tensors of a naming that are not the hub's.
+
+    MissingFact where they depend on the model's numbers and no config says them.
+    """
+    if naming in ("", "disk"):
+        return []
+    found = _family(checkpoint)
+    if found is None:
+        config = checkpoint.facts.config
+        raise MissingFact(
+            f"the model's config is needed for {_called(naming)} names"
+            if config is None
+            else f"{_called(naming)} names of a {checkpoint.facts.family or 'nameless'} model are not known here",
+            where=checkpoint.root,
+            why="how its heads and experts are arranged is in no file" if config is None else "",
+            fix="give the model's config.json with --model-config" if config is None else "give the names by --key-map",
+            code="model-config",
+        )
+    if naming == "torchtitan":
+        return names.torchtitan(found, present)
+    return names.in_memory(found, "module5" if naming == "module5" else "module4")
+
+
+def _called(naming: str) -> str:
+    return {"torchtitan": "torchtitan's", "module5": "Transformers 5's", "module4": "Transformers 4's"}[naming]
+
+
+def as_hub(checkpoint: Checkpoint, naming: str) -> Checkpoint:
+    """The checkpoint under the hub's names."""
+    present = {k.name for k in checkpoint.tensors}
+    natives = [n for n in natives_of(checkpoint, naming, present) if n.name in present]
+    if naming == "torchtitan":
+        _require_known(checkpoint, {n.name for n in natives})
+    return renamed(checkpoint, to_hub(natives))
+
+
+def _require_known(checkpoint: Checkpoint, known: set[str]) -> None:
+    """Damaged where a weight has a name that is none of the naming's: it would go on under a name that nobody knows."""
+    unknown = [k.name for k in checkpoint.tensors if k.kind in WEIGHTS and k.name not in known]
+    if unknown:
+        raise Damaged(
+            f"{len(unknown)} weights have names that torchtitan's model has not: {', '.join(unknown[:4])}",
+            where=checkpoint.root,
+            fix="check the config (--model-config), leave them out where the checkpoint is made, or give --key-map",
+            code="names-unknown",
+        )
+
+
+def renamed(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> Checkpoint:
+    """The checkpoint with tensors remade. It can no longer be written under its own item names."""
+    if not recipes:
+        return checkpoint
+    made = remade(checkpoint.tensors, recipes)
+    equal = [m.olds for m in made.values() if m.equal]
+    require_equal(checkpoint, equal)
+    plain = {r.taken[0].name: r.name for r in recipes if r.is_rename}
+    gone = {t.name for r in recipes for t in r.taken} - set(plain)
+    ties = {plain.get(a, a): plain.get(o, o) for a, o in checkpoint.ties.items() if a not in gone and o not in gone}
+    optimizer = None if checkpoint.optimizer is None else regrouped(checkpoint.optimizer, recipes)
+    tensors = {k: replace(m.tensor, key=k) for k, m in made.items()}
+    return replace(checkpoint, tensors=tensors, optimizer=optimizer, ties=ties, entries=())
+
+
+def require_equal(checkpoint: Checkpoint, sets: Iterable[tuple[Key, ...]]) -> None:
+    """Damaged where numbers differ of which only one is kept, such as the step of experts that become one parameter."""
+    with TensorReader(checkpoint) as reader:
+        for keys in sets:
+            first = reader.array(keys[0]).tobytes()
+            other = next((k for k in keys[1:] if reader.array(k).tobytes() != first), None)
+            if other is not None:
+                raise Damaged(
+                    f"{keys[0].name} and {other.name} become one parameter, and their {other.kind} differs",
+                    where=checkpoint.root,
+                    fix="keep the source's names (--names disk), or let the optimizer go with --no-optimizer",
+                    code="scalars-differ",
+                )
+
+
+def named_for(content: Content, naming: str) -> tuple[Content, list[Line]]:
+    """What a target is to hold, from the hub's names to its own. Line says what became others."""
+    natives = natives_of(content.source, naming)
+    held = {n for n, _ in content.states} | set(content.weights)
+    natives = [n for n in natives if any(p.hub.name in held for p in n.parts)]
+    if naming == "torchtitan":
+        _require_nameable(content, {p.hub.name for n in natives for p in n.parts})
+    recipes = from_hub(natives)
+    if not recipes:
+        return content, []
+    items = {Key(n): i for n, i in content.weights.items()} | {Key(n, k): i for (n, k), i in content.states.items()}
+    made = remade({k: replace(i.tensor, key=k) for k, i in items.items()}, recipes)
+    tensors = dict(content.source.tensors)
+    weights: dict[str, Item] = {}
+    states: dict[tuple[str, str], Item] = {}
+    for key, m in made.items():
+        item = _item(key, m, items, tensors)
+        if key.kind == "weight":
+            weights[key.name] = item
+        else:
+            states[key.name, key.kind] = item
+    require_equal(content.source, [tuple(items[o].key for o in m.olds) for m in made.values() if m.equal])
+    plain = {r.taken[0].name: r.name for r in recipes if r.is_rename}
+    optimizer = None if content.optimizer is None else regrouped(content.optimizer, recipes)
+    changed = replace(
+        content,
+        source=replace(content.source, tensors=tensors, entries=()),
+        weights=weights,
+        states=states,
+        optimizer=optimizer,
+        ties={plain.get(a, a): plain.get(o, o) for a, o in content.ties.items()},
+    )
+    joined = sum(not r.is_rename for r in recipes)
+    detail = f"{_called(naming)}: {len(recipes) - joined} renamed, {joined} rearranged or put together, bit for bit"
+    return changed, [Line("names", "written", detail)]
+
+
+def _require_nameable(content: Content, known: set[str]) -> None:
+    unknown = [n for n in content.weights if n not in known]
+    if unknown:
+        raise MissingFact(
+            f"torchtitan has no name for {len(unknown)} of the weights: {', '.join(unknown[:4])}",
+            where=content.source.root,
+            why="they are none of the model's that the config describes",
+            fix="leave them out with --exclude, or check the config (--model-config)",
+            code="names-unknown",
+        )
+
+
+def _item(key: Key, made: Made, items: Mapping[Key, Item], tensors: dict[Key, Tensor]) -> Item:
+    """One item of the target; what is put together becomes a tensor of the source, in place of its parts."""
+    first = items[made.olds[0]]
+    if made.unchanged:
+        return first
+    for old in made.olds:
+        tensors.pop(items[old].key, None)
+    own = Key(key.name, first.key.kind, "made")
+    tensors[own] = replace(made.tensor, key=own)
+    return Item(own, replace(made.tensor, key=own), first.dtype)
+
+
+__all__ = ["as_hub", "for_target", "is_mixed", "named_for", "naming_of", "natives_of", "renamed"]
