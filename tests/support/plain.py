@@ -170,7 +170,11 @@ def dcp_folder(folder: Path) -> Dcp:
         if type(m).__name__ == "BytesStorageMetadata":
             out.items[name] = item(name, None)[0]
             continue
-        size, (dtype, *_) = tuple(m.state["size"]), m.state["properties"].state
+        properties = m.state["properties"]
+        size, (dtype, *_) = (
+            tuple(m.state["size"]),
+            properties.state if hasattr(properties, "state") else properties.args,
+        )
         whole, seen = np.zeros(size, f"V{ITEM[dtype]}"), np.zeros(size, np.uint8)
         out.chunks[name] = []
         for chunk in m.state["chunks"]:

@@ -252,11 +252,13 @@ def _offset(value: Tree, name: str, where: str) -> int:
 
 
 def _dtype(properties: Tree, name: str, where: str) -> DType:
-    """TensorProperties pickles its fields as a tuple (dtype first) under __setstate__, or as a dict.
+    """TensorProperties pickles its fields as a tuple (dtype first) under __setstate__, or as a dict; or it is a call.
 
     Source: torch 2.13.0, distributed/checkpoint/metadata.py, TensorProperties.__getstate__.
     """
-    state = properties.state if isinstance(properties, Record) else properties
+    state = properties
+    if isinstance(properties, Record):
+        state = properties.state if properties.has_state else properties.args
     first = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     dtype = BY_NAME.get(first.name) if isinstance(first, Global) and first.module == "torch" else None
     if dtype is None:

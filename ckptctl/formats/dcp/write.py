@@ -332,15 +332,12 @@ def _index(name: str, offset: Tree, number: int | None) -> Record:
     return _object(_META, "MetadataIndex", {"fqn": name, "offset": offset, "index": number})
 
 
-_LAYOUT = Record(_name("torch.serialization", "_get_layout"), ("torch.strided",))
-_CONTIGUOUS = Record(_name(_META, "_MEM_FORMAT_ENCODING"), (0,))
-
-
 def _tensor_metadata(named: Named, chunks: list[Tree]) -> Tree:
     dtype, shape = (
         (named.item.dtype.name, named.item.shape) if named.item is not None else (named.value.dtype, named.value.shape)
     )
-    properties = _object(_META, "TensorProperties", (_name("torch", dtype), _LAYOUT, False, _CONTIGUOUS, False))
+    # By its constructor, the same since torch 2.1: its state would name an enum that releases before 2.3 lack.
+    properties = Record(_name(_META, "TensorProperties"), (_name("torch", dtype),))
     return _object(
         _META, "TensorStorageMetadata", {"properties": properties, "size": SizeTuple(shape), "chunks": chunks}
     )
