@@ -21,7 +21,10 @@ def add(app: typer.Typer) -> None:
         to: Annotated[
             str,
             typer.Option(
-                "--to", help="The target's format: hf, torch, dcp or torchtitan.", metavar="FORMAT", show_default=False
+                "--to",
+                help="The target's format: hf, torch, dcp, torchtitan or trainer.",
+                metavar="FORMAT",
+                show_default=False,
             ),
         ],
         dtype: Annotated[
@@ -63,7 +66,7 @@ def add(app: typer.Typer) -> None:
             str | None,
             typer.Option(
                 "--names",
-                help="torch, dcp: names of stacked experts: module5, module4 or disk. The source's otherwise.",
+                help="torch, dcp, trainer: names of stacked experts: module5, module4 or disk. The source's otherwise.",
                 metavar="NAMING",
             ),
         ] = None,

@@ -62,7 +62,12 @@ TARGETS: dict[str, Target] = {
         reshards=frozenset({"max_shard_size"}),
         naming="disk",
     ),
-    "trainer": Target("a Trainer folder", is_folder_of_weights=True, flags=frozenset({"max_shard_size"})),
+    "trainer": Target(
+        "a Trainer folder",
+        is_folder_of_weights=True,
+        flags=frozenset({"max_shard_size", "names"}),
+        in_memory=True,
+    ),
     "torch": Target("a torch file", flags=frozenset({"index_keys", "names"})),
     "dcp": Target("a DCP folder", flags=frozenset({"dp", "tp", "names"}), reshards=frozenset({"dp", "tp"})),
     "torchtitan": Target("a torchtitan folder", flags=frozenset({"dp", "tp"}), naming="torchtitan"),

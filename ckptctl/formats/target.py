@@ -99,6 +99,8 @@ class Target:
     reshards: frozenset[str] = frozenset()
     naming: str = ""
     """The naming of its tensors: disk, torchtitan, ...; "" where --names chooses."""
+    in_memory: bool = False
+    """Its tensors are loaded into a model as they are named: a name that only files have is no default for them."""
 
 
 @dataclass(frozen=True, slots=True)

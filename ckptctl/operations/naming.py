@@ -54,13 +54,24 @@ def _family(checkpoint: Checkpoint) -> names.Family | None:
 def for_target(source: Checkpoint, wanted: Conversion) -> tuple[Checkpoint, str]:
     """The source under the names that a conversion chooses from, and the naming to give the result (`named_for`).
 
-    A target without names of its own has those that --names says, else those of the source's optimizer.
+    A target without names of its own has those that --names says, else those of the source's optimizer, else those on
+    disk; one that is loaded into a model as it is named has no use for these last.
     """
     had = naming_of(source)
     naming = wanted.target.naming or wanted.names or ("module5" if had == "module5" else "disk")
+    if wanted.target.in_memory and not wanted.names and naming == "disk" and _family(source) is not None:
+        naming = _in_memory(source)
     if naming == had and not is_mixed(source, had):
         return source, ""
     return as_hub(source, had), naming
+
+
+def _in_memory(source: Checkpoint) -> str:
+    """The names in memory of the run's own Transformers: of its optimizer, else by the version in the config."""
+    if source.optimizer is not None and source.optimizer.namespace in ("module5", "module4"):
+        return source.optimizer.namespace
+    version = str((source.facts.config or {}).get("transformers_version") or "")
+    return "module4" if version.partition(".")[0] in ("2", "3", "4") else "module5"
 
 
 def under_one_naming(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:

@@ -66,21 +66,19 @@ def _orders(weights: Checkpoint, facts: Facts, stored: Shapes) -> tuple[dict[str
         said = f"the family {facts.family!r} is not known here" if facts.family else "there is no config.json"
         return {}, f"{said}, so the order of its parameters is not"
     out: dict[str, Shapes] = {}
+    whys: list[str] = []
     for space in NAMESPACES:
         parameters = known.parameters(space)
-        lost = [n for p in parameters for n in files_of(p, stored) if n not in stored]
-        if lost:
-            return {}, f"by its config the model has {lost[0]}, which is not among the weights"
         shapes = {p.name: p.shape for p in parameters}
-        for name, shape in shapes.items():
-            if name in stored and stored[name] != shape:
-                return (
-                    {},
-                    f"by its config the model has {name} of shape {shape}, among the weights it is {stored[name]}",
-                )
-        if list(shapes.items()) not in [list(s.items()) for s in out.values()]:
+        lost = next((n for p in parameters for n in files_of(p, stored) if n not in stored), None)
+        other = next((n for n, shape in shapes.items() if stored.get(n, shape) != shape), None)
+        if lost is not None:  # files with the names of one namespace are of a model that has them in memory too
+            whys.append(f"by its config the model has {lost}, which is not among the weights")
+        elif other is not None:
+            whys.append(f"by its config {other} has shape {shapes[other]}, among the weights it has {stored[other]}")
+        elif list(shapes.items()) not in [list(s.items()) for s in out.values()]:
             out[space] = shapes
-    return out, ""
+    return out, "" if out else whys[0]
 
 
 def files_of(parameter: Parameter, stored: Mapping[str, object]) -> Sequence[str]:
