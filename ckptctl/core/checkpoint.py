@@ -19,7 +19,8 @@ PathKey = str | int
 class File:
     """A file of the checkpoint.
 
-    Path relative to its folder, bytes, and what it is ("data", "index", "config", "extra", ...).
+    Path relative to its folder, bytes, and what it is ("data", "index", "config", "extra", ...; "own": what only the
+    source's own format has a place for).
     """
 
     path: str

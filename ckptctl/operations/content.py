@@ -113,6 +113,9 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
     made = _second_name(source, weights, wanted, lines)
     ties = {a: o for a, o in source.ties.items() if a in weights and o in weights and a not in collapsed} | made
     _movable(held.values())
+    own = [f.path for f in source.files if f.role == "own"]
+    if own and wanted.to != source.format:
+        lines.append(Line("other files", "dropped", f"{', '.join(own)}: {wanted.target.called} has no place for it"))
     model_values = _model_values(source, wanted)
     return Content(source, weights, states, optimizer, values, model_values, held, ties, collapsed), lines
 

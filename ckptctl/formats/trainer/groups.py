@@ -47,7 +47,8 @@ def two_groups(optimizer: Optimizer, order: Sequence[tuple[str, bool]], where: s
             code="param-groups",
         )
     home = {name: number for number, group in enumerate(optimizer.groups) for name in group.params}
-    lost = next((n for n in home if n not in {name for name, _ in order}), None)
+    listed = {name for name, _ in order}
+    lost = next((n for n in home if n not in listed), None)
     if lost is not None:
         raise Unsupported(
             f"the optimizer has {lost}, which is no parameter of the model by its config",
@@ -76,7 +77,8 @@ def _one_origin(optimizer: Optimizer, names: Sequence[str], homes: Sequence[int]
     if not homes:
         return -1
     first = optimizer.groups[homes[0]].options
-    for name, home in zip(names, homes, strict=True):
+    one_of = {home: name for name, home in zip(reversed(names), reversed(homes), strict=True)}
+    for home, name in one_of.items():
         options = optimizer.groups[home].options
         differ = sorted(
             k for k in {*first, *options} if k not in _LABELS and repr(first.get(k)) != repr(options.get(k))

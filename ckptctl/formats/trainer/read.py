@@ -193,7 +193,11 @@ def _arguments(out: _Beside) -> None:
     """training_args.bin is looked through, and carried only into another Trainer folder: it is an object of a class."""
     if (out.root / files.ARGUMENTS).is_file():
         with FileBytes(out.root / files.ARGUMENTS, name=files.ARGUMENTS) as reader:
-            out.tree(files.ARGUMENTS, reader, "own")
+            try:
+                out.tree(files.ARGUMENTS, reader, "own")
+            except CkptError as err:  # nothing in it is needed, and what nobody looked through is not carried
+                out.files.append(File(files.ARGUMENTS, reader.nbytes, "unread"))
+                out.warnings.append(f"{files.ARGUMENTS} cannot be read, and is not carried: {err.what}")
 
 
 def _warn(out: _Beside, optimizer: Optimizer | None) -> None:

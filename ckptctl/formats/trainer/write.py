@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import MASTER
+from ckptctl.core.checkpoint import MASTER, part_of
 from ckptctl.core.dtype import BY_NAME
-from ckptctl.core.errors import StateNotCarried, Unsupported
+from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported
 from ckptctl.core.output import OutputFile, Put, Region
 from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
+from ckptctl.core.values import holds_array
 from ckptctl.formats.hf.write import write as hf_write
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.formats.torch.write import TorchTree, merged_states
@@ -43,6 +44,7 @@ def write(content: Content, choices: Choices) -> Written:
             fix="convert to hf for the weights alone",
         )
     _refuse_masters(content)
+    _require_steps(content)
     weights = hf_write(content, choices)
     two = two_groups(content.optimizer, numbering(content), source.root)
     state, state_line = trainer_state(source, content.values)
@@ -62,6 +64,7 @@ def write(content: Content, choices: Choices) -> Written:
         out.append(_torch_file(files.SCALER, content, _value(content.values["scaler"])))
         used.add("scaler")
     left = [n for n in content.values if n not in used]
+    _refuse_losing(content, left)
     if left:
         lines.append(Line("other values", "dropped", f"{', '.join(left)}: a Trainer folder has no place for them"))
     own = _own_files(content, len(source.sources) + len(weights.sources))
@@ -91,6 +94,32 @@ def _refuse_masters(content: Content) -> None:
             fix="write the masters as the weights: --weights master --dtype float32; "
             "or --to hf --no-optimizer for the weights alone",
         )
+
+
+def _refuse_losing(content: Content, left: list[str]) -> None:
+    """StateNotCarried for values with tensors in them, such as averaged weights: they are no mere notes."""
+    lost = [n for n in left if part_of(n) == "other" and holds_array(content.values[n])]
+    if lost:
+        raise StateNotCarried(
+            f"a Trainer folder has no place for {', '.join(lost)}",
+            where=content.source.root,
+            why="there are tensors in it",
+            fix="convert to torch or dcp, which keep it, or leave it out where the checkpoint is made",
+        )
+
+
+def _require_steps(content: Content) -> None:
+    """MissingFact for moments without a count of steps: torch corrects the moments' bias by it."""
+    scalars = content.optimizer.scalars if content.optimizer is not None else {}
+    for name, kind in content.states:
+        if kind == "exp_avg" and (name, "step") not in content.states and (name, "step") not in scalars:
+            raise MissingFact(
+                f"how many steps the optimizer has made with {name} is in no file",
+                where=content.source.root,
+                why="there are moments of it, and no step",
+                fix="convert from a checkpoint of the run that has its steps, or to torch or dcp",
+                code="step",
+            )
 
 
 def _torch_file(name: str, content: Content, tree: Callable[[TorchTree], Tree]) -> OutputFile:

@@ -8,7 +8,7 @@ import pytest
 
 import ckptctl
 from ckptctl.formats.trainer.read import is_complete
-from tests.support.checkpoints import ckpt, fixture
+from tests.support.checkpoints import ckpt, fixture, run_torch
 from tests.support.commands import document, good, refused
 from tests.support.plain import torch_tree
 
@@ -21,8 +21,6 @@ def folder(tmp_path):
 
 def write_optimizer(path, change):
     """optimizer.pt of real torch, with the arrays of the real one, changed."""
-    from tests.support.checkpoints import run_torch
-
     run_torch(
         f"import torch, sys\np = sys.argv[1]\no = torch.load(p)\n{change}\ntorch.save(o, p)", path / "optimizer.pt"
     )
@@ -169,3 +167,29 @@ def test_arguments_that_would_run_code_are_seen(folder):
     found = document("inspect", folder)
     assert found["unsafe"][0]["file"] == "training_args.bin"
     assert refused("convert", folder, folder.parent / "out", "--to", "hf")["code"] == "pickle-calls-code"
+
+
+def test_arguments_that_nobody_can_read_stop_nothing_and_go_nowhere(folder):
+    (folder / "training_args.bin").write_bytes(b"no pickle")
+    found = document("inspect", folder)
+    assert any("training_args.bin cannot be read" in w for w in found["warnings"])
+    good("convert", folder, folder.parent / "out", "--to", "trainer")
+    assert not (folder.parent / "out" / "training_args.bin").exists()
+
+
+def test_arguments_left_behind_are_a_line_of_the_report(folder):
+    report = document("convert", folder, folder.parent / "out.pt", "--to", "torch")["fidelity"]
+    assert [(x["fate"], "training_args.bin" in x["detail"]) for x in report if x["part"] == "other files"] == [
+        ("dropped", True)
+    ]
+
+
+def test_an_adapter_s_numbers_are_not_named_after_a_whole_model(folder):
+    adapter = fixture("hf/llama-lora") / "adapter"
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).unlink()
+    for file in adapter.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    done = document("inspect", folder)
+    assert any("numbers and no names" in w for w in done["warnings"])
+    assert refused("convert", folder, folder.parent / "out", "--to", "torch")["code"] == "param-order"

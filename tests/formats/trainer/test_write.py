@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.checkpoints import ckpt, truth, truth_config
+from tests.support.checkpoints import ckpt, digests, fixture, run_torch, truth, truth_config
 from tests.support.commands import document, good, refused
 from tests.support.plain import torch_tree
 
@@ -79,3 +79,75 @@ def test_bf16_keeps_its_bits_and_files_are_cut_to_size(tmp_path):
     tree = torch_tree(tmp_path / "out" / "optimizer.pt")
     assert {t["exp_avg"].truth.dtype for t in tree["state"].values()} == {"BF16"}
     assert document("diff", tmp_path / "out", ckpt(name), "--optimizer")["equal"]
+
+
+TORCH = """
+import sys, torch
+o = torch.load(sys.argv[1], weights_only=False)
+{}
+torch.save(o, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "word"),
+    [
+        ("o['optimizer']['param_groups'][0]['lr'] = 1.0", "", ""),
+        (
+            "g = o['optimizer']['param_groups']; g.append(dict(g[0], lr=1.0, params=[g[0]['params'].pop()]))",
+            "param-groups",
+            "lr",
+        ),
+        ("[v.pop('step') for v in o['optimizer']['state'].values()]", "step", "model.embed_tokens.weight"),
+        ("o['ema'] = {'w': torch.ones(3)}", "state-not-carried", "ema"),
+    ],
+)
+def test_what_a_trainer_would_lose_or_mistake_is_refused_by_name(change, code, word, tmp_path):
+    run_torch(TORCH.format(change), ckpt("torch/plain_zip"), tmp_path / "t.pt")
+    words = [
+        "convert",
+        tmp_path / "t.pt",
+        tmp_path / "out",
+        "--to",
+        "trainer",
+        "--model-config",
+        truth_config("torch/plain_zip"),
+    ]
+    if not code:
+        good(*words)
+        assert [g["lr"] for g in torch_tree(tmp_path / "out" / "optimizer.pt")["param_groups"]] == [1.0, 0.001]
+        return
+    error = refused(*words)
+    assert error["code"] == code, error
+    assert word in f"{error['what']} {error['why']}"
+
+
+def test_stacked_experts_have_names_in_memory_and_come_apart_again(tmp_path):
+    source = fixture("hf/mixtral-trainer")
+    good("convert", source, tmp_path / "a", "--to", "trainer")
+    stacked = digests(tmp_path / "a")
+    assert stacked["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 48, 32)
+    facts = json.loads((source / "truth.json").read_text())
+    names, tree = facts["param_index_to_name"], torch_tree(tmp_path / "a" / "optimizer.pt")
+    got = {f"{names[str(i)]}.{k}": t.truth.sha256 for i, entry in tree["state"].items() for k, t in entry.items()}
+    assert got == {k: v["sha256"] for k, v in facts["optimizer"].items()}
+    good("convert", tmp_path / "a", tmp_path / "b", "--to", "trainer", "--names", "disk")
+    assert digests(tmp_path / "b") == digests(source)
+    assert len(torch_tree(tmp_path / "b" / "optimizer.pt")["state"]) == 41
+    good("convert", tmp_path / "b", tmp_path / "c", "--to", "trainer", "--names", "module5")
+    assert digests(tmp_path / "c") == stacked
+    assert document("diff", tmp_path / "c", source, "--optimizer", "--state")["equal"]
+    good("convert", tmp_path / "a", tmp_path / "hf", "--to", "hf", "--no-optimizer")
+    assert digests(tmp_path / "hf") == digests(source)
+
+
+@pytest.mark.parametrize(("version", "joined"), [("4.57.1", False), ("5.0.0", True), (None, True)])
+def test_names_in_memory_are_those_of_the_run_s_transformers(version, joined, tmp_path):
+    """A source with an expert a tensor, and nothing that says how the model had them."""
+    source = fixture("hf/mixtral-trainer")
+    good("convert", source, tmp_path / "dcp", "--to", "dcp", "--names", "disk")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_version": version}))
+    good("convert", tmp_path / "dcp", tmp_path / "out", "--to", "trainer", "--model-config", tmp_path / "config.json")
+    assert ("model.layers.0.mlp.experts.gate_up_proj" in digests(tmp_path / "out")) is joined
+    assert document("diff", tmp_path / "out", source, "--optimizer")["equal"]
