@@ -22,8 +22,7 @@ SCALER = "scaler.pt"
 STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
 RNG = re.compile(r"rng_state(?:_([0-9]{1,6}))?\.pth")
-FSDP_MODEL = "pytorch_model_fsdp_0"
-FSDP_OPTIMIZER = "optimizer_0"
+_FSDP = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0", "optimizer.bin")
 _STATE_LIMIT = 256 << 20
 
 
@@ -37,6 +36,14 @@ def rng_files(path: Path) -> dict[int | None, str]:
     found = {p.name: m for p in path.iterdir() if (m := RNG.fullmatch(p.name)) and p.is_file()}
     ranks = {int(m[1]) if m[1] else None: name for name, m in found.items()}
     return dict(sorted(ranks.items(), key=lambda item: -1 if item[0] is None else item[0]))
+
+
+def sharded_by_fsdp(path: Path) -> str:
+    """The file or folder of Accelerate's that shows a save under FSDP, "" where there is none.
+
+    Source: accelerate 1.15.0, utils/fsdp_utils.py, save_fsdp_model, save_fsdp_optimizer.
+    """
+    return next((name for name in _FSDP if (path / name).exists()), "")
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -88,6 +88,14 @@ class _Beside:
 
 def read(path: Path, hints: Hints) -> Checkpoint:
     """The checkpoint of one step. What is missing beside the weights is a warning, as the Trainer takes it."""
+    sharded = files.sharded_by_fsdp(path)
+    if sharded:
+        raise Unsupported(
+            "a Trainer saved this under FSDP: weights and optimizer are Accelerate's files, not read here yet",
+            where=str(path),
+            why=f"it holds {sharded}",
+            fix=f"give {sharded} itself" if (path / sharded / ".metadata").is_file() else "",
+        )
     weights = hf.read(path, hints)
     facts = hints.facts if hints.facts.config is not None else weights.facts
     out = _Beside(path, dict(weights.tensors), list(weights.sources))

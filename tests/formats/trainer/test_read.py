@@ -193,3 +193,10 @@ def test_an_adapter_s_numbers_are_not_named_after_a_whole_model(folder):
     done = document("inspect", folder)
     assert any("numbers and no names" in w for w in done["warnings"])
     assert refused("convert", folder, folder.parent / "out", "--to", "torch")["code"] == "param-order"
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"])
+def test_a_folder_saved_under_fsdp_is_never_taken_for_weights_alone(name, folder):
+    (folder / name).mkdir()
+    error = refused("convert", folder, folder.parent / "out", "--to", "hf", "--no-optimizer")
+    assert (error["code"], name in error["why"]) == ("unsupported", True)
