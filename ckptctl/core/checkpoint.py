@@ -142,6 +142,10 @@ class Checkpoint:
     quantized: str = ""
     """The quantization method where weights are packed: such tensors are copied byte for byte."""
     gap_reason: str = "headers and metadata"
+    rounded_masters: bool = False
+    """Whether the format promises that a weight is its master, rounded: what tells a wrong order of flat tensors."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What else the format says of itself, for inspect: versions, loss scale, padding, experts. Plain data."""
 
     def of_kind(self, *kinds: str) -> dict[Key, Tensor]:
         """Tensors of those kinds, in order."""
@@ -195,6 +199,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "num_updates",
         "samples",
         "tokens",
+        "global_samples",
+        "skipped_steps",
     ),
 }
 ADAPTER = "adapter_config"

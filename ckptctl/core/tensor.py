@@ -182,6 +182,14 @@ class Tensor:
     """The shape a header shows where elements are less than a byte; dtype is then core.dtype.packed, shape (bytes,)."""
     made: Sum | None = None
     """How its elements are computed from stored tensors; pieces is then empty, and dtype what they are rounded to."""
+    cast_from: DType | None = None
+    """The type of the elements that the pieces hold, where it is not dtype: a weight of which only the float32 master
+    is stored (ZeRO-3) has the run's dtype, and its values are a cast away."""
+
+    @property
+    def held(self) -> DType:
+        """The type of its elements as they lie in the files."""
+        return self.cast_from or self.dtype
 
     @property
     def shown(self) -> tuple[int, ...]:

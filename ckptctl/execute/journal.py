@@ -68,7 +68,7 @@ def plan_digest(plan: Plan) -> str:
         tensor = plan.index.tensors.get(key)
         if tensor is None:
             continue
-        out.update(repr((tuple(key), tensor.dtype.name, tensor.shape)).encode())
+        out.update(repr((tuple(key), tensor.dtype.name, tensor.held.name, tensor.shape)).encode())
         for table in tensor.pieces:
             out.update(repr((table.view, table.itemsize, table.strides is None)).encode())
             for column in (table.lo, table.size, table.source, table.start, table.strides):

@@ -47,7 +47,7 @@ class Reader(Protocol):
     read: Callable[[Path, Hints], Checkpoint]
 
 
-FORMATS = ("foreign", "trainer", "dcp", "hf", "torch")
+FORMATS = ("deepspeed", "foreign", "trainer", "dcp", "hf", "torch")
 """Every format with a read module, in order of detection.
 
 `foreign` knows what others look like that cannot be read yet.

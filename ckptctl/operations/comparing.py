@@ -127,7 +127,7 @@ def _named(checkpoint: Checkpoint, what: Comparison) -> dict[tuple[str, str], Ke
     out: dict[tuple[str, str], Key] = {}
     for key in checkpoint.tensors:
         if key.kind in WEIGHTS:
-            master = Key(key.name, MASTER)
+            master = Key(checkpoint.ties.get(key.name, key.name), MASTER)
             out[key.name, "weight"] = master if what.weights == "master" and master in checkpoint.tensors else key
         elif (what.state and key.kind == OTHER) or (
             what.optimizer and is_state(key) and key.kind not in ("step", OTHER, "file")

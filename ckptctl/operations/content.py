@@ -157,8 +157,9 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
         if wanted.trainable_only and key.name not in updated:
             untrained += 1
             continue
-        master = source.tensors.get(Key(key.name, MASTER)) if wanted.weights == "master" else None
-        masters += master is not None
+        owner = source.ties.get(key.name, key.name)
+        master = source.tensors.get(Key(owner, MASTER)) if wanted.weights == "master" else None
+        masters += master is not None and owner == key.name
         used = master or tensor
         out[key.name] = Item(used.key, used, _dtype(used, wanted.dtype))
     _unmatched(source, wanted)
@@ -173,8 +174,8 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
     require_data(source, out)
     casts: Counter[tuple[str, str]] = Counter()
     for item in out.values():
-        if item.dtype.name != item.tensor.dtype.name:
-            casts[item.tensor.dtype.name, item.dtype.name] += 1
+        if item.dtype.name != item.tensor.held.name:
+            casts[item.tensor.held.name, item.dtype.name] += 1
     small = sum(i.dtype.name.startswith("float") and not i.dtype.is_float for i in out.values())
     nbytes = sum(i.nbytes for i in out.values())
     taken = f"{len(out)} tensors, {nbytes} bytes"
@@ -183,6 +184,9 @@ def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[
     merged = sum(i.tensor.made is not None for i in out.values())
     if merged:
         taken += f"; {merged} of them merged with an adapter"
+    derived = sum(i.tensor.cast_from is not None for i in out.values())
+    if derived:
+        taken += f"; {derived} are stored as masters only"
     if casts:
         how = ", ".join(f"{n} cast {a} -> {b}, {_how(a, b)}" for (a, b), n in casts.items())
         lines.append(Line("weights", "converted", f"{taken}; {how}"))

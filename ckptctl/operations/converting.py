@@ -18,6 +18,7 @@ from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run,
 from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
+from ckptctl.operations.masters import require_rounded_masters
 from ckptctl.operations.merging import merged
 from ckptctl.operations.naming import for_target, named_for
 from ckptctl.operations.opening import (
@@ -239,7 +240,8 @@ def _checked(
     index = SourceIndex(tensors, sources)
     require_whole(index, {i.key for i in items})
     require_equal_copies(content, index, budget)
-    casts = frozenset(Cast(i.tensor.dtype.name, i.dtype.name) for i in items if i.tensor.dtype.name != i.dtype.name)
+    require_rounded_masters(content, budget)
+    casts = frozenset(Cast(i.tensor.held.name, i.dtype.name) for i in items if i.tensor.held.name != i.dtype.name)
     plan = Plan(written.files, index, casts, _extent_nbytes(budget))
     _require_possible(plan, dst)
     totals = check(plan)

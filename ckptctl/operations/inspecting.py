@@ -50,6 +50,7 @@ def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool =
         "unsafe": [{"file": u.file, "global": u.name, "why": u.why} for u in checkpoint.unsafe],
         "unknown_globals": list(checkpoint.unknown_globals),
         "unsupported": [{"what": w, "why": y} for w, y in checkpoint.unsupported],
+        "about": plain(dict(checkpoint.about)),
         "warnings": [*checkpoint.warnings, *_unnamed(checkpoint), *_placeholders(checkpoint)],
         "files": [{"path": f.path, "bytes": f.nbytes, "role": f.role} for f in checkpoint.files],
     }
@@ -90,14 +91,14 @@ def _kinds(checkpoint: Checkpoint) -> Document:
     out: Document = {}
     for key, tensor in checkpoint.tensors.items():
         row = out.setdefault(key.kind, {"tensors": 0, "numel": 0, "bytes": 0, "dtypes": []})
-        row["tensors"] += 1
-        if key.kind in WEIGHTS and key.name in checkpoint.ties:
-            continue  # an alias has its owner's elements
+        row["tensors"] += tensor.cast_from is None
+        if (key.kind in WEIGHTS and key.name in checkpoint.ties) or tensor.cast_from is not None:
+            continue  # an alias has its owner's elements, a weight of which only the master is stored the master's
         row["numel"] += tensor.numel
         row["bytes"] += tensor.nbytes
         if tensor.dtype.name not in row["dtypes"]:
             row["dtypes"].append(tensor.dtype.name)
-    return out
+    return {kind: row for kind, row in out.items() if row["tensors"]}
 
 
 def _state(checkpoint: Checkpoint) -> dict[str, str]:
@@ -174,7 +175,7 @@ def _frozen(checkpoint: Checkpoint) -> list[str]:
     return [
         k.name
         for k in checkpoint.tensors
-        if k.kind in WEIGHTS and k.name not in updated and k.name not in checkpoint.ties
+        if k.kind == "weight" and k.name not in updated and k.name not in checkpoint.ties
     ]
 
 

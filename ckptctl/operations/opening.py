@@ -106,6 +106,10 @@ STEP_FOLDERS = ("step-", "step_", "checkpoint-", "checkpoint_", "global_step", "
 """How runs name the folders of their steps: a prefix and a number."""
 
 
+TRACKERS = ("latest", "latest_universal")
+"""Files in which a run names its last whole step. Source: DeepSpeed 0.19.8, runtime/engine.py, save_checkpoint."""
+
+
 def steps_of(path: Path) -> dict[int, Path]:
     """The folders of a run that are named by step, by number."""
     found = {}
@@ -127,6 +131,8 @@ def step_folder(path: Path, wanted: str | None) -> Path:
             raise Usage(f"--step {wanted}: {path} is one checkpoint, not a run's folder")
         return path
     steps = steps_of(path)
+    if wanted in (None, "latest") and any((path / name).is_file() for name in TRACKERS):
+        return path  # the run's own word on which step to take: its reader looks there
     if wanted not in (None, "latest"):
         if not wanted.isdigit() or int(wanted) not in steps:
             listed = ", ".join(map(str, sorted(steps))) or "none"

@@ -18,6 +18,7 @@ from ckptctl.core.values import Array, Tree
 from ckptctl.execute.reader import Reader
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
+from ckptctl.plan.steps import Cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,8 @@ class TensorReader:
 
     def __init__(self, checkpoint: Checkpoint, memory_nbytes: int = 256 << 20) -> None:
         self.checkpoint = checkpoint
-        self._plan = Plan((), SourceIndex(with_operands(checkpoint.tensors), checkpoint.sources))
+        casts = {Cast(t.held.name, t.dtype.name) for t in checkpoint.tensors.values() if t.cast_from is not None}
+        self._plan = Plan((), SourceIndex(with_operands(checkpoint.tensors), checkpoint.sources), frozenset(casts))
         self._reader = Reader(checkpoint.sources, Path(checkpoint.root), memory_nbytes)
 
     def box(self, key: Key, lo: tuple[int, ...], size: tuple[int, ...]) -> Bytes:

@@ -56,7 +56,7 @@ def account(
     other = set(aliases)
     dropped: Counter[str] = Counter()
     for key, tensor in tensors.items():
-        if key not in taken and not (key.kind == "weight" and key.name in other):
+        if key not in taken and tensor.cast_from is None and not (key.kind == "weight" and key.name in other):
             dropped[key.kind] += tensor.nbytes
     used_nbytes = sum(_union(s) for s in spans.values()) + sum(members.values())
     total = sum(sizes.values())

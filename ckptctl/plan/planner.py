@@ -111,17 +111,17 @@ class Plan:
                 f"the plan names {key.name} ({key.kind}), which the source does not hold", code="tensor-missing"
             )
         rule = None
-        if tensor.dtype.name != dtype.name:
-            rule = Cast(tensor.dtype.name, dtype.name)
+        if tensor.held.name != dtype.name:
+            rule = Cast(tensor.held.name, dtype.name)
             if rule not in self.casts:
                 raise Unsupported(
-                    f"{key.name} is {tensor.dtype.name} in the source and {dtype.name} in the target, "
+                    f"{key.name} is {tensor.held.name} in the source and {dtype.name} in the target, "
                     "and no cast was asked for"
                 )
         if tensor.made is not None:
             yield from merges(self.index, tensor, dtype, wanted)
             return
-        item, own = dtype.itemsize, tensor.dtype.itemsize
+        item, own = dtype.itemsize, tensor.held.itemsize
         yield from self.index.moves(key, wanted, item, own, rule)
 
 

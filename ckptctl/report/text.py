@@ -128,6 +128,10 @@ def inspect(d: Document, verbose: bool = False) -> None:
         )
     for alias, owner in d["ties"].items():
         sys.stdout.write(f"tied: {_clean(alias)} is {_clean(owner)}\n")
+    about = [(k.replace("_", " "), _said(v)) for k, v in d.get("about", {}).items() if v not in (None, [], {}, "")]
+    if about:
+        sys.stdout.write("\n")
+        _table((("besides", "left"), ("", "left")), about)
     for u in d["unsafe"]:
         sys.stdout.write(f"UNSAFE: {_clean(u['file'])} names {_clean(u['global'])}: {_clean(u['why'])}\n")
     for w in d["warnings"]:
@@ -135,6 +139,13 @@ def inspect(d: Document, verbose: bool = False) -> None:
     if "tensors" in d:
         sys.stdout.write("\n")
         _tensors(d["tensors"])
+
+
+def _said(value: Any) -> str:
+    """Plain data on one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_said(v)}" for k, v in value.items())
+    return ", ".join(map(_said, value)) if isinstance(value, list) else str(value)
 
 
 def _adapter(a: Document) -> str:

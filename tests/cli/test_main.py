@@ -59,6 +59,7 @@ KEYS = {
         "unsafe",
         "unknown_globals",
         "unsupported",
+        "about",
         "warnings",
         "files",
     },

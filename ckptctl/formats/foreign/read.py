@@ -28,21 +28,6 @@ SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
         lambda p: _any(p, "pytorch_model_fsdp_*", "optimizer_[0-9]*", "random_states_*.pkl", "pytorch_model_fsdp.bin"),
     ),
     ("a Lightning sharded checkpoint", lambda p: _any(p, "meta.pt") if (p / ".metadata").is_file() else ""),
-    (
-        "a DeepSpeed checkpoint",
-        lambda p: _any(
-            p,
-            "*mp_rank_*_model_states.pt",
-            "*zero_pp_rank_*_optim_states.pt",
-            "global_step*/*_states.pt",
-            "latest_universal",
-            "layer_*-model_states.pt",
-        ),
-    ),
-    (
-        "a universal DeepSpeed checkpoint",
-        lambda p: "zero/" if (p / "zero").is_dir() and _any(p / "zero", "*/fp32.pt") else "",
-    ),
     ("a Megatron checkpoint", lambda p: _any(p, "latest_checkpointed_iteration.txt", "mp_rank_*", "iter_*")),
     (
         "a Megatron torch_dist checkpoint",
@@ -90,7 +75,7 @@ def detect(path: Path) -> Evidence | None:
     return None
 
 
-_FIX = "read here are: Hugging Face folders (safetensors, .bin), torch files, and PyTorch DCP folders"
+_FIX = "read here are: Hugging Face folders (safetensors, .bin), torch files, PyTorch DCP folders, and DeepSpeed's"
 
 
 def read(path: Path, hints: Hints) -> Checkpoint:

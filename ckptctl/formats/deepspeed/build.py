@@ -1,0 +1,188 @@
+"""What is gathered while a DeepSpeed checkpoint is read, and the weights: whole in module, or derived from masters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.checkpoint import MASTER, Checkpoint, Facts, File, Group, Optimizer
+from ckptctl.core.dtype import BY_NAME
+from ckptctl.core.errors import Damaged
+from ckptctl.core.tensor import Key, Tensor
+from ckptctl.formats.deepspeed.opened import plain_object
+from ckptctl.formats.hf.files import scan_folder
+from ckptctl.formats.torchtensor import aliases, tensor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptctl.core.dtype import DType
+    from ckptctl.core.values import TensorRef, Tree
+    from ckptctl.formats.deepspeed.folder import Files
+    from ckptctl.formats.deepspeed.layout import Shape
+    from ckptctl.formats.deepspeed.modelfile import ModelFile
+    from ckptctl.formats.deepspeed.opened import Pile
+    from ckptctl.formats.deepspeed.zero import Native
+
+
+@dataclass
+class Build:
+    """A checkpoint while it is put together."""
+
+    files: Files
+    pile: Pile
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    scalars: dict[tuple[str, str], Tree] = field(default_factory=dict)
+    values: dict[str, Tree] = field(default_factory=dict)
+    model_values: dict[str, Tree] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    layout: dict[str, int | None] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    stages: dict[int, dict[str, Shape]] = field(default_factory=dict)
+    """Each pipeline stage's parameters, where its optimizer is whole."""
+    slices: Mapping[str, Tree] = field(default_factory=dict)
+    """universal_checkpoint_info of an optimizer's file, where AutoTP puts it."""
+    step: int | None = None
+    unnamed: str = ""
+    order_known: bool = True
+    variant: str = ""
+    facts: Facts = field(default_factory=Facts)
+
+    def take(self, native: Native) -> None:
+        """States and groups of one model-parallel rank; groups with equal settings at one place are joined."""
+        for key, tensor in native.tensors.items():
+            self.tensors.setdefault(key, tensor)
+        for place, value in native.scalars.items():
+            self.scalars.setdefault(place, value)
+        joined = list(self.groups)
+        for number, group in enumerate(native.groups):
+            seen = {n for g in joined for n in g.params}
+            params = tuple(n for n in group.params if n not in seen)
+            if number < len(self.groups) and repr(self.groups[number].options) == repr(group.options):
+                joined[number] = Group((*joined[number].params, *params), group.options)
+            elif params or group.options:
+                joined.append(Group(params, group.options))
+        self.groups = joined
+        self.unnamed = self.unnamed or native.unnamed
+
+    def put(self, tensor: Tensor) -> None:
+        """One tensor of the model, under its own kind."""
+        if tensor.key in self.tensors:
+            raise Damaged(f"{tensor.key.name} is in two files", code="duplicate-tensor")
+        self.tensors[tensor.key] = tensor
+
+    def weights(self, model: ModelFile) -> None:
+        """Module weights that the file holds, buffers, and ties: by shared_params, or by one storage."""
+        module = model.module or {}
+        held = {n: r for n, r in module.items() if r.numel or (n not in self.derived(model))}
+        for name, ref in held.items():
+            kind = "buffer" if name in model.buffers else "weight"
+            key = Key(name, kind)
+            self.put(tensor_of(key, ref, model.source))
+        self.ties.update(aliases(held))
+        for alias, owner in model.shared.items():
+            owner = self.ties.get(owner, owner)
+            if alias in self.ties or alias == owner or Key(owner) not in self.tensors or Key(alias) not in self.tensors:
+                continue
+            mine, other = self.tensors[Key(alias)], self.tensors[Key(owner)]
+            if mine.shape != other.shape:
+                self.warnings.append(
+                    f"{model.path} says that {alias} is {owner}, but their shapes are {mine.shape} and {other.shape}: "
+                    "DeepSpeed 0.9.0 and 0.9.1 wrote wrong ties"
+                )
+                continue
+            self.ties[alias] = owner
+
+    def derived(self, model: ModelFile) -> set[str]:
+        """Names that module has as an empty placeholder while their shape is another one: ZeRO-3."""
+        shapes = {n for g in model.shapes or () for n in g} | set(model.frozen or ())
+        if not any(Key(n, MASTER) in self.tensors for n in shapes):
+            return set(model.frozen or ()) if model.stage == 3 else set()
+        return {n for n, r in (model.module or {}).items() if not r.numel and n not in model.buffers}
+
+    def derive(self, model: ModelFile) -> None:
+        """Weights of which only the float32 master is stored, in the run's type; and aliases of them."""
+        module = model.module or {}
+        for key, master in list(self.tensors.items()):
+            if key.kind != MASTER or Key(key.name) in self.tensors or Key(key.name, "buffer") in self.tensors:
+                continue
+            ref = module.get(key.name)
+            dtype = ref.dtype if ref is not None else BY_NAME[model.run_dtype]
+            self.put(cast_of(master, key.name, dtype))
+        for alias, owner in model.shared.items():
+            source = self.tensors.get(Key(owner))
+            if source is not None and Key(alias) not in self.tensors and alias != owner:
+                self.put(cast_of(source, alias, source.dtype, stored=source.cast_from))
+                self.ties[alias] = owner
+
+    def keep(self, rest: dict[str, Tree]) -> None:
+        """What stands beside the optimizer's state, among DeepSpeed's own values."""
+        if rest:
+            own = self.values.setdefault("deepspeed", {})
+            own.update({k: plain_object(v) for k, v in rest.items() if k not in own})
+
+    def trainable(self, model: ModelFile, mp: int) -> dict[str, Shape]:
+        """A whole optimizer's candidates in order: module's tensors less buffers and aliases; a stage's layers."""
+        if model.module is None:
+            return dict(self.stages.get(mp, {}))
+        kept = {n: r for n, r in model.module.items() if n not in model.buffers and n not in model.shared}
+        tied = aliases(kept)
+        return {n: r.shape for n, r in kept.items() if n not in tied}
+
+    def checkpoint(self) -> Checkpoint:
+        """All of it."""
+        facts = self.facts
+        extras: tuple[str, ...] = ()
+        if facts.config is None and (self.files.root / "config.json").is_file():
+            folder = scan_folder(self.files.root)
+            if folder.config is not None:
+                facts = Facts(folder.config, (self.files.root / "config.json").read_bytes(), "config.json")
+                extras = folder.carried
+        listed = [*self.pile.files.values()]
+        listed += [File(n, (self.files.root / n).stat().st_size, "extra") for n in extras if n != "config.json"]
+        ranked = {"weight": 0, "buffer": 0}
+        order = sorted(self.tensors, key=lambda k: ranked.get(k.kind, 1))  # stable: each kind in the files' order
+        self.tensors = {k: self.tensors[k] for k in order} | self.pile.held
+        optimizer = None
+        states = any(k.kind not in ("weight", "buffer", "other") for k in self.tensors)
+        if self.groups or self.scalars or states:
+            optimizer = Optimizer(
+                tuple(self.groups), self.scalars, self.order_known, keyed="integers", unnamed=self.unnamed
+            )
+        return Checkpoint(
+            "deepspeed",
+            self.variant,
+            str(self.files.root),
+            tuple(self.pile.sources),
+            self.tensors,
+            optimizer,
+            self.values,
+            self.model_values,
+            self.ties,
+            facts,
+            self.layout,
+            self.step,
+            tuple(listed),
+            extras=extras,
+            unsafe=tuple(self.pile.unsafe),
+            unknown_globals=tuple(self.pile.unknown),
+            unsupported=tuple(self.pile.unsupported),
+            warnings=tuple(self.warnings),
+            gap_reason="zip headers, pickles and alignment; padding of flat groups",
+            rounded_masters=True,
+            about=self.about,
+        )
+
+
+def cast_of(master: Tensor, name: str, dtype: DType, stored: DType | None = None) -> Tensor:
+    """The weight that a float32 master stands for: its values are a cast away."""
+    return Tensor(
+        Key(name), dtype, master.shape, master.pieces, trainable=master.trainable, cast_from=stored or master.held
+    )
+
+
+def is_placeholder(ref: TensorRef | None) -> bool:
+    """Whether a tensor of module only keeps the place of one."""
+    return ref is not None and ref.shape == (0,)

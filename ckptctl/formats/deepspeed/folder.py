@@ -1,0 +1,151 @@
+"""Which files a DeepSpeed checkpoint has, by their names, and which step the tracker names. Opens only the tracker."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptctl.core.errors import Damaged, MissingFile, Unsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRACKERS = ("latest", "latest_universal")
+_TRACKER_LIMIT = 4096
+
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_SHARD_MODEL = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_EXPERT = re.compile(r"(?:layer_(-?\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-(?:(.+)-)?model_states\.pt")
+
+
+@dataclass(frozen=True)
+class Files:
+    """A step's files by what their names say; values are paths relative to root.
+
+    Keys: model by model-parallel rank; shard_models and optims by (data-parallel rank, model-parallel rank);
+    expert_optims by (expert-parallel rank, model-parallel rank); experts by (MoE layer, global expert, model-parallel
+    rank); layers of a pipeline by (layer, text of the other axes' ranks). tag is the step's folder inside root, ""
+    where root is it.
+    """
+
+    root: Path
+    tag: str
+    why: str
+    tracked: bool = False
+    models: dict[int, str] = field(default_factory=dict)
+    shard_models: dict[tuple[int, int], str] = field(default_factory=dict)
+    optims: dict[tuple[int, int], str] = field(default_factory=dict)
+    expert_optims: dict[tuple[int, int], str] = field(default_factory=dict)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    layers: dict[tuple[int, str], str] = field(default_factory=dict)
+    universal: bool = False
+
+    @property
+    def found(self) -> bool:
+        """Whether there is anything of DeepSpeed's."""
+        named = (self.models, self.shard_models, self.optims, self.expert_optims, self.experts, self.layers)
+        return self.universal or any(named)
+
+    def where(self, name: str) -> str:
+        """A file of the step, as a path from root."""
+        return f"{self.tag}/{name}" if self.tag else name
+
+
+def find(path: Path) -> Files | None:
+    """The files of the step that lies at path, or that its tracker names; None where nothing is DeepSpeed's.
+
+    MissingFile where the tracker names a step that is not there; Unsafe where it leads outside.
+    """
+    if not path.is_dir():
+        return None
+    own = _in(path, path, "")
+    if own.found:
+        return own
+    for tracker in TRACKERS:
+        tag = _tracked(path / tracker)
+        if tag is None:
+            continue
+        inner = _in(path, path / tag, tag, tracker)
+        if inner.found:
+            return inner
+        if tracker == "latest_universal" or tag.startswith("global_step") or _others(path):
+            raise MissingFile(
+                f"{tracker} names {tag}, which is not there, or holds no checkpoint",
+                where=str(path / tracker),
+                why=f"steps there: {', '.join(_others(path)) or 'none'}",
+                fix="copy the step's folder, or give another one's path",
+                code="tracker-names-missing-step",
+            )
+    return None
+
+
+def _tracked(file: Path) -> str | None:
+    """The one word in a tracker; None where there is no such file, or it is something else."""
+    try:
+        if not file.is_file() or file.stat().st_size > _TRACKER_LIMIT:
+            return None
+        text = file.read_text("utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    if not text or any(c in text for c in "\n\r\0"):
+        return None
+    if text.startswith("/") or ".." in text.split("/"):
+        raise Unsafe(
+            f"{file.name} leads outside the checkpoint: {text!r}",
+            where=str(file),
+            fix="give the folder of the step itself",
+            code="path-escapes",
+        )
+    return text
+
+
+def _others(path: Path) -> list[str]:
+    """Folders beside the tracker that hold a checkpoint of DeepSpeed's."""
+    return sorted(p.name for p in path.iterdir() if p.is_dir() and _in(p, p, "").found)
+
+
+def _in(root: Path, folder: Path, tag: str, tracker: str = "") -> Files:
+    files = Files(root, tag, f"{tracker} names {tag}" if tracker else "the names of its files", bool(tracker))
+    if not folder.is_dir():
+        return files
+    for file in sorted(p for p in folder.iterdir() if p.name.endswith(".pt")):
+        _put(files, file.name)
+    is_universal = any(p.is_dir() and (p / "fp32.pt").is_file() for p in _entries(folder / "zero"))
+    return Files(**{**vars(files), "universal": is_universal})
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _put(files: Files, name: str) -> None:
+    """Sort one file in. Damaged where two files are one rank's."""
+    table: dict[object, str]
+    key: object
+    if m := _MODEL.fullmatch(name):
+        table, key = files.models, int(m[1])  # type: ignore[assignment]
+    elif m := _SHARD_MODEL.fullmatch(name):
+        table, key = files.shard_models, (int(m[1]), int(m[2]))  # type: ignore[assignment]
+    elif m := _OPTIM.fullmatch(name):
+        table, key = files.optims, (int(m[1]), int(m[2]))  # type: ignore[assignment]
+    elif m := _EXPERT_OPTIM.fullmatch(name):
+        table, key = files.expert_optims, (int(m[1]), int(m[2]))  # type: ignore[assignment]
+    elif m := _EXPERT.fullmatch(name):
+        table, key = files.experts, (int(m[1] or 0), int(m[2]), int(m[3]))  # type: ignore[assignment]
+    elif m := _LAYER.fullmatch(name):
+        table, key = files.layers, (int(m[1]), m[2] or "")  # type: ignore[assignment]
+    else:
+        return
+    if key in table:
+        raise Damaged(
+            "two files are the same rank's, of which one is left over from another save",
+            where=files.where(name),
+            why=f"the other is {table[key]}",
+            fix="move the older one away",
+            code="stale-file",
+        )
+    table[key] = files.where(name)

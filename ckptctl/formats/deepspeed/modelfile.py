@@ -1,0 +1,164 @@
+"""The model-states file: module weights, the shapes and order of the flat groups, ties, counters, client state.
+
+Source: DeepSpeed 0.19.8, runtime/engine.py, _common_checkpoint_state and save_checkpoint; real files of 0.19.8. Keys
+that older versions lack are absent here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.errors import Damaged
+from ckptctl.core.values import Record, TensorRef, Tree
+from ckptctl.formats.deepspeed.opened import whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptctl.formats.deepspeed.layout import Shape
+    from ckptctl.formats.deepspeed.opened import Opened
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+SETTINGS = ("ds_config", "ds_version")
+OPTIONAL = ("lr_scheduler", "data_sampler", "random_ltd")
+_STRUCTURE = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "num_experts",
+        "ds_autoep_layers",
+        "universal_checkpoint_info",
+        "sparse_tensor_module_names",
+    }
+)
+
+
+@dataclass
+class ModelFile:
+    """What one model-states file says. module is None for a pipeline's; shapes are None at stage 0."""
+
+    path: str
+    source: int
+    module: dict[str, TensorRef] | None
+    module_values: dict[str, Tree]
+    buffers: frozenset[str]
+    shapes: list[dict[str, Shape]] | None
+    frozen: dict[str, Shape] | None
+    fragments: dict[str, TensorRef]
+    shared: dict[str, str]
+    optimizer: Tree
+    dp: int | None
+    mp: int | None
+    tp: int | None
+    pp: int | None
+    steps: int | None
+    config: Mapping[str, Any]
+    experts: list[int]
+    universal: Mapping[str, Tree]
+    values: dict[str, Tree] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> int | None:
+        """zero_optimization.stage of the run's configuration."""
+        zero = self.config.get("zero_optimization")
+        return whole_number(zero.get("stage")) if isinstance(zero, dict) else None
+
+    @property
+    def run_dtype(self) -> str:
+        """What the run computes in, by its configuration."""
+        for section, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+            part = self.config.get(section)
+            if isinstance(part, dict) and part.get("enabled") in (True, "auto"):
+                return name
+        return "float32"
+
+
+def read_model(file: Opened) -> ModelFile:
+    """The parts of a model-states file. Damaged for parts of the wrong kind."""
+    root = file.mapping(file.root, "the model-states file")
+    module, module_values = None, {}
+    if root.get("module") is not None:
+        entries = file.mapping(root["module"], "module")
+        module = {str(n): v for n, v in entries.items() if isinstance(v, TensorRef)}
+        module_values = {str(n): file.value(str(n), v) for n, v in entries.items() if not isinstance(v, TensorRef)}
+    shapes = root.get("param_shapes")
+    fragments = root.get("frozen_param_fragments")
+    config = root.get("ds_config")
+    dims = root.get("checkpoint_parallel_dimensions")
+    experts = root.get("num_experts")
+    info = root.get("universal_checkpoint_info")
+    names = root.get("buffer_names")
+    degrees: Mapping[str, Tree] = dims if isinstance(dims, dict) else {}
+    return ModelFile(
+        file.path,
+        file.number,
+        module,
+        module_values,
+        frozenset(map(str, names)) if isinstance(names, (list, tuple)) else frozenset(),
+        [_shapes(file, g, f"param_shapes[{i}]") for i, g in enumerate(_listed(shapes))] if shapes is not None else None,
+        _shapes(file, root["frozen_param_shapes"], "frozen_param_shapes")
+        if root.get("frozen_param_shapes") is not None
+        else None,
+        {str(n): v for n, v in fragments.items() if isinstance(v, TensorRef)} if isinstance(fragments, dict) else {},
+        _shared(root.get("shared_params")),
+        root.get("optimizer"),
+        whole_number(root.get("dp_world_size")),
+        whole_number(root.get("mp_world_size")),
+        whole_number(degrees.get("tp_degree")),
+        whole_number(degrees.get("pp_degree")),
+        whole_number(root.get("global_steps")),
+        config if isinstance(config, dict) else {},
+        [n for n in experts if type(n) is int] if isinstance(experts, (list, tuple)) else [],
+        info if isinstance(info, dict) else {},
+        _values(file, root),
+    )
+
+
+def _listed(tree: Tree) -> list[Tree]:
+    return list(tree) if isinstance(tree, (list, tuple)) else [tree]
+
+
+def _shapes(file: Opened, tree: Tree, what: str) -> dict[str, Shape]:
+    out = {}
+    for name, shape in file.mapping(tree, what).items():
+        if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):
+            raise Damaged(f"{what}: {name} has no shape", where=file.path, why=str(shape)[:80], code="zero-layout")
+        out[str(name)] = tuple(shape)
+    return out
+
+
+def _shared(tree: Tree) -> dict[str, str]:
+    """Alias to stored name. DeepSpeed 0.9.0 and 0.9.1 wrote lists of pairs."""
+    if isinstance(tree, dict):
+        return {str(a): str(b) for a, b in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return {str(p[0]): str(p[1]) for p in tree if isinstance(p, (list, tuple)) and len(p) == 2}
+    return {}
+
+
+def _values(file: Opened, root: Mapping[Tree, Tree]) -> dict[str, Tree]:
+    """Counters, scheduler, and what the caller added as client state, by name."""
+    out: dict[str, Tree] = {}
+    for key, tree in root.items():
+        name = str(key)
+        if name in _STRUCTURE or name in SETTINGS or (name in OPTIONAL and tree is None):
+            continue
+        out[name] = file.value(name, tree)
+    settings = {name: file.value(name, root[name]) for name in SETTINGS if root.get(name) is not None}
+    if settings:
+        out["deepspeed"] = settings
+    return out
+
+
+def is_record(tree: Tree, name: str) -> bool:
+    """Whether a tree is an object of a class of that name."""
+    return isinstance(tree, Record) and tree.cls.rpartition(".")[2] == name

@@ -1,0 +1,280 @@
+"""Reads DeepSpeed checkpoints: files -> tensors over the ranks' flat groups, groups with settings, counters.
+
+Headers and pickles only. formats/deepspeed/README.md says which files there are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.errors import Damaged, MissingFile, Unrecognised
+from ckptctl.formats import Evidence, Hints
+from ckptctl.formats.deepspeed import experts, universal, whole, zero
+from ckptctl.formats.deepspeed.beside import read_beside
+from ckptctl.formats.deepspeed.build import Build, is_placeholder
+from ckptctl.formats.deepspeed.folder import find
+from ckptctl.formats.deepspeed.modelfile import ModelFile, read_model
+from ckptctl.formats.deepspeed.opened import Pile
+from ckptctl.formats.deepspeed.pipeline import read_layers, renamed
+from ckptctl.formats.deepspeed.shards import Shard, read_shard
+from ckptctl.formats.deepspeed.slices import joined_slices
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.core.dtype import DType
+    from ckptctl.formats.deepspeed.folder import Files
+    from ckptctl.formats.deepspeed.layout import Flat
+
+
+def detect(path: Path) -> Evidence | None:
+    """A step's folder, or one with a tracker (`latest`) beside it. MissingFile where the tracker names no step."""
+    files = find(path)
+    return None if files is None else Evidence("deepspeed", files.why, path)
+
+
+def read(path: Path, hints: Hints) -> Checkpoint:
+    """The checkpoint of the step at path, or that its tracker names.
+
+    Raises MissingFile for a rank that is not there, Damaged for files of different saves, MissingFact and Unsupported
+    for layouts that the files do not say.
+    """
+    files = find(path)
+    if files is None:
+        raise Unrecognised(
+            f"no DeepSpeed checkpoint is at {path}",
+            why="there is no *_model_states.pt, no *_optim_states.pt and no zero/*/fp32.pt, nor a tracker",
+            fix="give the folder that holds `latest`, or a step's own",
+        )
+    build = Build(files, Pile(files.root), facts=hints.facts)
+    if files.universal:
+        universal.read(build, hints)
+    else:
+        _regular(build, hints)
+    read_beside(build)
+    return build.checkpoint()
+
+
+def _regular(build: Build, hints: Hints) -> None:
+    files = build.files
+    is_three = not files.models and bool(files.shard_models)
+    numbers = sorted({*files.models, *(mp for _, mp in (*files.shard_models, *files.optims))})
+    models = {mp: _model(build, mp) for mp in _every_model_rank(files, numbers)}
+    _one_save(list(models.values()))
+    first = models[min(models)]
+    build.step, build.values = first.steps, dict(first.values)
+    tp, pp = _degrees(files, models)
+    layer_names = read_layers(build, models, hints) if files.layers else {}
+    sliced = tp > 1
+    natives: dict[int, zero.Native] = {}
+    for mp, model in models.items():
+        natives[mp] = _native(build, model, mp, hints)
+    if sliced:
+        natives = joined_slices(build, models, natives, tp)
+    for native in natives.values():
+        build.take(native)
+    experts.weights(build)
+    if not sliced:
+        for model in models.values():
+            build.weights(model)
+            build.model_values.update(model.module_values)
+        if is_three:
+            _frozen(build, first)
+    for model in models.values():
+        build.derive(model)
+    renamed(build, layer_names)
+    _describe(build, first, is_three, natives)
+    build.layout |= {"tp": tp, "pp": pp, "ep": max(n.ep for n in natives.values())}
+
+
+def _model(build: Build, mp: int) -> ModelFile:
+    """A model-parallel rank's model-states file: at stage 3 the first data-parallel rank's that is there."""
+    files = build.files
+    path = files.models.get(mp) or next((p for (_, m), p in sorted(files.shard_models.items()) if m == mp), "")
+    if not path:
+        raise MissingFile(
+            f"there is no model-states file of model-parallel rank {mp}",
+            where=str(files.root / files.tag),
+            why="it has the parameters' shapes and order, without which the optimizer's files mean nothing",
+            fix=f"copy mp_rank_{mp:02d}_model_states.pt from where the run saved it",
+        )
+    with build.pile.open(path) as opened:
+        if opened.root is None or (build.pile.unsafe and not isinstance(opened.root, dict)):
+            raise Damaged("the model-states file is no dict", where=path, code="zero-layout")
+        return read_model(opened)
+
+
+def _every_model_rank(files: Files, numbers: list[int]) -> list[int]:
+    """Model-parallel ranks that files name, which must be 0, 1, ... without a hole."""
+    if not numbers and files.layers:
+        raise MissingFile(
+            "the pipeline has layers, and no mp_rank_*_model_states.pt", where=str(files.root / files.tag)
+        )
+    lost = sorted(set(range(max(numbers, default=0) + 1)) - set(numbers))
+    if lost:
+        raise MissingFile(
+            f"the files of model-parallel rank {lost[0]} of {max(numbers) + 1} are not there",
+            where=str(files.root / files.tag),
+            why=f"there are files of ranks {', '.join(map(str, numbers[:8])) or 'none'}",
+            fix="copy the files of every rank",
+        )
+    return numbers
+
+
+def _one_save(models: list[ModelFile]) -> None:
+    """Damaged where two model-states files are of different steps or world sizes, MissingFile where some lack."""
+    first = models[0]
+    for model in models[1:]:
+        for what, a, b in (("step", first.steps, model.steps), ("data-parallel size", first.dp, model.dp)):
+            if a != b:
+                raise Damaged(
+                    f"two ranks' files are of different saves: {what} {a} and {b}",
+                    where=f"{first.path}, {model.path}",
+                    fix="copy the step again, from one save",
+                    code="mixed-saves",
+                )
+    if first.mp is not None and first.mp > len(models):
+        raise MissingFile(
+            f"there are files of {len(models)} model-parallel ranks, the run had {first.mp}",
+            where=first.path,
+            why=f"mp_world_size is {first.mp}",
+            fix="copy the files of every rank",
+        )
+
+
+def _degrees(files: Files, models: dict[int, ModelFile]) -> tuple[int, int]:
+    """(tp, pp): as the files say, else as DeepSpeed's own reshaper infers them (reshape_3d_utils.py)."""
+    first = models[min(models)]
+    if files.layers:
+        tp = max(1, len({text for _, text in files.layers}))
+        return tp, len(models) // tp
+    if first.pp is not None and first.pp > 1 and first.tp:
+        return first.tp, first.pp
+    return len(models), 1
+
+
+def _native(build: Build, model: ModelFile, mp: int, hints: Hints) -> zero.Native:
+    """States and groups of one model-parallel rank, however its optimizer is kept."""
+    files = build.files
+    optims = {d: p for (d, m), p in files.optims.items() if m == mp}
+    if optims:
+        return _partitioned(build, model, optims, mp)
+    if files.expert_optims:
+        return experts.of_ranks(build, model, mp)
+    if model.optimizer is None:
+        if model.shapes is not None and not is_any_weight(model):
+            raise MissingFile(
+                "the optimizer's files are not there, which hold the weights at stage 3",
+                where=model.path,
+                fix="copy zero_pp_rank_*_optim_states.pt of every rank",
+            )
+        if model.shapes is not None:
+            build.warnings.append("the optimizer's files are not there: weights only, from which no run goes on")
+        return zero.Native()
+    shapes = build.trainable(model, mp)
+    with build.pile.open(model.path) as opened:  # again: its tree was let go
+        native, rest = whole.of_optimizer(opened, opened.root["optimizer"], shapes, hints.param_order)
+    build.keep(rest)
+    return native
+
+
+def is_any_weight(model: ModelFile) -> bool:
+    """Whether module holds weights, not only places of them. A pipeline's are in files of their own."""
+    return model.module is None or not any(is_placeholder(r) for r in model.module.values())
+
+
+def _partitioned(build: Build, model: ModelFile, optims: dict[int, str], mp: int) -> zero.Native:
+    """The shards of every data-parallel rank. MissingFile names the first that lacks."""
+    dp = model.dp if model.dp is not None else max(optims) + 1
+    shards = [_shard(build, optims, 0, dp, mp)]
+    count = shards[0].counts[0] if shards[0].stage == 3 and shards[0].counts else dp
+    if count < dp:
+        build.warnings.append(f"ZeRO-3 is cut over {count} of {dp} ranks (MiCS): the files of one replica are read")
+    elif count > dp:
+        raise Damaged(
+            f"the optimizer's files are cut over {count} ranks, the model-states file says {dp}",
+            where=shards[0].path,
+            why=f"dp_world_size in {model.path}",
+            fix="copy the files of one save",
+            code="world-size",
+        )
+    shards += [_shard(build, optims, d, count, mp) for d in range(1, count)]
+    stale = [p for d, p in sorted(optims.items()) if d >= dp]
+    if stale:
+        build.warnings.append(
+            f"{len(stale)} files are of ranks beyond the run's {dp}, left over from another save: {stale[0]}"
+        )
+    build.keep(shards[0].rest)
+    build.slices = build.slices or shards[0].info
+    build.about.setdefault("partition_count", shards[0].counts)
+    build.layout["dp"] = dp
+    stage = shards[0].stage
+    build.layout.setdefault("zero_stage", stage if stage is not None else model.stage or 1)
+    if stage is None:
+        build.about["optimizer"] = "BF16_Optimizer"
+    if shards[0].elastic:
+        build.warnings.append("elastic checkpoint: lr, betas and weight decay of the param groups are in no file")
+    if stage == 3 and model.module is None and not build.files.layers:
+        raise Damaged("the model-states file has no module", where=model.path, code="zero-layout")
+    data_first = bool(model.config.get("use_data_before_expert_parallelism"))
+    return zero.of_shards(model, shards, data_first=data_first)
+
+
+def _shard(build: Build, optims: dict[int, str], d: int, dp: int, mp: int) -> Shard:
+    if d not in optims:
+        raise MissingFile(
+            f"the optimizer's file of data-parallel rank {d} of {dp} is not there",
+            where=str(build.files.root / build.files.tag),
+            why=f"there are files of ranks {', '.join(map(str, sorted(optims)[:8]))}, model-parallel rank {mp}",
+            fix=f"copy zero_pp_rank_{d}_mp_rank_{mp:02d}_optim_states.pt from where the run saved it",
+        )
+    with build.pile.open(optims[d]) as opened:
+        return read_shard(opened)
+
+
+def _frozen(build: Build, first: ModelFile) -> None:
+    """Frozen parameters of stage 3: each rank's model file holds its slot of them."""
+    if not first.frozen or not first.fragments:
+        if first.frozen is None and first.values.get("deepspeed", {}).get("ds_version"):
+            build.warnings.append("frozen parameters, if there were any, were left out at the save")
+        return
+    files = build.files
+    ranks: list[dict[str, tuple[Flat, DType]]] = []
+    dp = build.about["partition_count"][0] if build.about.get("partition_count") else first.dp or 1
+    for d in range(dp):
+        if (d, 0) not in files.shard_models:
+            raise MissingFile(
+                f"the model-states file of data-parallel rank {d} of {dp} is not there",
+                where=str(files.root / files.tag),
+                why="it has that rank's part of the frozen parameters",
+                fix=f"copy zero_pp_rank_{d}_mp_rank_00_model_states.pt from where the run saved it",
+            )
+        with build.pile.open(files.shard_models[d, 0]) as opened:
+            model = read_model(opened)
+            _one_save([first, model])
+            ranks.append({n: opened.flat(r, f"the piece of {n}") for n, r in model.fragments.items()})
+    for tensor in zero.fragments(first.frozen, ranks, str(files.root / files.tag)).values():
+        build.put(tensor)
+
+
+def _describe(build: Build, first: ModelFile, is_three: bool, natives: dict[int, zero.Native]) -> None:
+    build.layout.setdefault("zero_stage", 3 if is_three else first.stage or 0)
+    build.layout.setdefault("dp", first.dp)
+    build.layout.setdefault("world_size", (first.dp or 1) * (first.mp or 1))
+    stage = build.layout["zero_stage"]
+    build.variant = f"zero{stage}" + (" pipeline" if build.files.layers else "")
+    own: Any = build.values.get("deepspeed")
+    settings = own if isinstance(own, dict) else {}
+    build.about |= {
+        "ds_version": settings.get("ds_version"),
+        "dtype": first.run_dtype,
+        "padding": {k: n for native in natives.values() for k, n in native.padding.items()},
+        "loss_scaler": settings.get("loss_scaler"),
+        "buffers": sorted(first.buffers),
+    }
+    if first.frozen is None and first.stage in (2, 3) and first.shapes is not None:
+        build.warnings.append(
+            "no frozen parameters are listed: if the run had any, they were left out at the save "
+            "(exclude_frozen_parameters), and no file has them"
+        )

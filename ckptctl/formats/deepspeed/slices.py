@@ -1,0 +1,250 @@
+"""Tensor-parallel slices joined: along which axis is in the checkpoint's patterns, or told by the whole shapes.
+
+A run over several tensor-parallel ranks has a model file and shards for each, of its slices. universal_checkpoint_info
+(which Megatron-DeepSpeed and AutoTP write) says by patterns of names how slices are joined; else the config's family
+does, whose whole shapes leave one axis at most. Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py,
+merge_tp_slices; checkpoint/constants.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptctl.core.errors import Damaged, MissingFact, Unsupported
+from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
+from ckptctl.core.values import Record, Tree
+from ckptctl.core.view import run_boxes
+from ckptctl.formats.deepspeed.zero import Native
+from ckptctl.formats.torchtensor import tensor_of
+from ckptctl.names import family
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ckptctl.formats.deepspeed.build import Build
+    from ckptctl.formats.deepspeed.layout import Shape
+    from ckptctl.formats.deepspeed.modelfile import ModelFile
+
+_FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up")
+"""Names of weights that hold several matrices: their slices are slices of each, which shapes do not tell."""
+
+
+class Rule(NamedTuple):
+    """How slices make a tensor.
+
+    Along axis (None: each is all of it). parts are the sizes of what lies on it side by side, each sliced on its own;
+    rows are those of the true vocabulary, 0 for all.
+    """
+
+    axis: int | None
+    parts: tuple[int, ...] = ()
+    rows: int = 0
+
+
+class Rules:
+    """The rule of each parameter. Raises MissingFact for names that nothing tells about."""
+
+    def __init__(self, info: Mapping[str, Tree], config: Mapping[str, Any] | None, where: str) -> None:
+        self._info, self._where = info, where
+        known = family(config) if config is not None else None
+        self._shapes = {p.name: p.shape for p in known.parameters()} if known is not None else {}
+
+    def of(self, name: str, shapes: Sequence[Shape]) -> Rule:
+        """The rule for slices of these shapes."""
+        if self._info:
+            return self._told(name, shapes)
+        return self._by_shape(name, shapes)
+
+    def _told(self, name: str, shapes: Sequence[Shape]) -> Rule:
+        def matches(key: str) -> bool:
+            patterns = self._info.get(key)
+            listed = patterns if isinstance(patterns, (list, tuple)) else ()
+            return any(isinstance(p, str) and _matches(p, name) for p in listed)
+
+        if matches("tp_replicated_parameter_patterns"):
+            return Rule(None)
+        if matches("parameter_to_average_patterns"):
+            raise Unsupported(
+                f"{name} is the mean of its tensor-parallel copies",
+                where=self._where,
+                why="parameter_to_average_patterns: a mean is computed, not copied",
+                fix="make a universal folder with ds_to_universal first",
+            )
+        if matches("parameter_with_2_sub_params_cat_dim_0"):
+            half = sum(s[0] for s in shapes) // 2
+            return Rule(0, (half, half))
+        for entry in self._info.get("parameter_with_sub_params") or ():
+            found = _sub_params(entry, name)
+            if found is not None:
+                return found
+        if matches("parameter_with_row_parallelism_patterns"):
+            return Rule(1)
+        rows = self._info.get("original_vocab_size")
+        if matches("vocabulary_parameter_patterns") and type(rows) is int:
+            return Rule(0, (), rows)
+        return Rule(0)
+
+    def _by_shape(self, name: str, shapes: Sequence[Shape]) -> Rule:
+        whole = self._shapes.get(name)
+        fix = "give the model's config with --model-config; its family must be one of those known by name"
+        if whole is None:
+            raise MissingFact(
+                f"along which axis {name} is sliced is not in the checkpoint",
+                where=self._where,
+                why="it has no universal_checkpoint_info, and no config of a known family says its whole shape",
+                fix=fix,
+                code="slice-axis",
+            )
+        if all(s == whole for s in shapes):
+            return Rule(None)
+        for axis in range(len(whole)):
+            rest = [(*s[:axis], *s[axis + 1 :]) for s in shapes]
+            same = all(len(s) == len(whole) for s in shapes) and all(
+                r == (*whole[:axis], *whole[axis + 1 :]) for r in rest
+            )
+            if same and sum(s[axis] for s in shapes) == whole[axis]:
+                if axis == 0 and _FUSED.search(name):
+                    raise MissingFact(
+                        f"{name} holds several matrices: how each is sliced is not in the checkpoint",
+                        where=self._where,
+                        why="it has no universal_checkpoint_info",
+                        fix="make a universal folder with ds_to_universal where the model is",
+                        code="slice-axis",
+                    )
+                return Rule(axis)
+        raise Damaged(
+            f"the slices of {name} do not make its whole shape {whole}",
+            where=self._where,
+            why=f"they are {', '.join(map(str, shapes[:4]))}",
+            fix=fix,
+            code="zero-layout",
+        )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.match(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _sub_params(entry: Tree, name: str) -> Rule | None:
+    """A SubparamShape: {patterns, shape, partition_dim}, its shape having the sizes side by side on that axis."""
+    fields = entry.state if isinstance(entry, Record) else entry
+    if not isinstance(fields, dict):
+        return None
+    if not any(isinstance(p, str) and _matches(p, name) for p in fields.get("patterns") or ()):
+        return None
+    axis, shape = fields.get("partition_dim"), fields.get("shape")
+    if type(axis) is not int or not isinstance(shape, (list, tuple)) or not 0 <= axis < len(shape):
+        return None
+    sizes = shape[axis]
+    parts = tuple(n for n in sizes if type(n) is int) if isinstance(sizes, (list, tuple)) else ()
+    return Rule(axis, parts)
+
+
+def joined_slices(
+    build: Build, models: Mapping[int, ModelFile], natives: Mapping[int, Native], tp: int
+) -> dict[int, Native]:
+    """Each pipeline stage's tensors whole; weights are put into the build.
+
+    Model-parallel ranks are stage * tp + slice.
+    """
+    out: dict[int, Native] = {}
+    for first in range(0, len(models), tp):
+        team = [models[first + t] for t in range(tp)]
+        parts = [natives[first + t] for t in range(tp)]
+        info = next((m.universal for m in team if m.universal), build.slices)
+        rules = Rules(info, build.facts.config, team[0].path)
+        joined = Native(groups=parts[0].groups, scalars=parts[0].scalars, padding=parts[0].padding, ep=parts[0].ep)
+        for key in parts[0].tensors:
+            joined.tensors[key] = _joined(key, [p.tensors.get(key) for p in parts], rules, team[0].path)
+        weights = [
+            {n: tensor_of(Key(n), r, m.source) for n, r in (m.module or {}).items() if r.shape != (0,)} for m in team
+        ]
+        for name in weights[0]:
+            tensor = _joined(Key(name), [w.get(name) for w in weights], rules, team[0].path)
+            build.put(Tensor(tensor.key, tensor.dtype, tensor.shape, tensor.pieces, tensor.replicas))
+        out[first] = joined
+        build.ties.update({a: o for a, o in team[0].shared.items() if a in weights[0] and o in weights[0]})
+    return out
+
+
+def _joined(key: Key, slices: Sequence[Tensor | None], rules: Rules, where: str) -> Tensor:
+    whole = [t for t in slices if t is not None]
+    if len(whole) < len(slices):
+        raise Damaged(f"one tensor-parallel rank has no {key.kind} of {key.name}", where=where, code="mixed-saves")
+    first = whole[0]
+    if first.shape == () or (key.kind == "step" and first.numel == 1):
+        return first
+    rule = rules.of(key.name, [t.shape for t in whole])
+    if rule.axis is None:
+        if any(t.shape != first.shape for t in whole):
+            raise Damaged(f"copies of {key.name} differ in shape", where=where, code="zero-layout")
+        return Tensor(key, first.dtype, first.shape, first.pieces, tuple(t.pieces for t in whole[1:]), first.trainable)
+    axis = rule.axis
+    if any(len(t.shape) <= axis for t in whole):
+        raise Damaged(f"{key.name} has shape {first.shape}, and is to be joined on axis {axis}", where=where)
+    total = sum(t.shape[axis] for t in whole)
+    shape = (*first.shape[:axis], total, *first.shape[axis + 1 :])
+    item = first.held.itemsize
+    shares = rule.parts or (total,)
+    if sum(shares) != total or any(n % len(whole) for n in rule.parts):
+        raise Damaged(f"the parts of {key.name} are {shares}, its slices together {total}", where=where)
+    pieces: list[Piece] = []
+    offset = 0
+    for number, tensor in enumerate(whole):
+        cuts = _cuts(rule, number, len(whole), tensor.shape[axis], offset)
+        offset += tensor.shape[axis]
+        for table in tensor.pieces:
+            for piece in table:
+                pieces += _placed(piece, tensor.shape, shape, axis, cuts, item)
+    if rule.rows and rule.rows < total:
+        shape = (rule.rows, *shape[1:])
+        pieces = [p for q in pieces if (p := _cut_rows(q, shape)) is not None]
+    return Tensor(key, first.dtype, shape, (PieceTable.of(pieces, item),), trainable=first.trainable)
+
+
+def _cuts(rule: Rule, number: int, tp: int, size: int, offset: int) -> list[tuple[int, int, int]]:
+    """(first row in the slice, rows, first row in the whole) along the axis."""
+    if not rule.parts:
+        return [(0, size, offset)]
+    out, inside, before = [], 0, 0
+    for part in rule.parts:
+        n = part // tp
+        out.append((inside, n, before + number * n))
+        inside += n
+        before += part
+    return out
+
+
+def _placed(
+    piece: Piece, shape: Shape, whole: Shape, axis: int, cuts: Sequence[tuple[int, int, int]], item: int
+) -> Iterator[Piece]:
+    """A slice's piece (a run of its flattened elements, or all of it) as boxes of the whole tensor."""
+    if piece.view == shape:
+        boxes = [(piece.lo, piece.size, piece.start, piece.strides)]
+    else:
+        first = piece.lo[0]
+        boxes, at = [], piece.start
+        for lo, size in run_boxes(first, first + piece.size[0], shape):
+            boxes.append((lo, size, at, dense_strides(size, item)))
+            at += math.prod(size) * item
+    for lo, size, start, strides in boxes:
+        for begin, n, to in cuts:
+            low, high = max(lo[axis], begin), min(lo[axis] + size[axis], begin + n)
+            if low < high:
+                place = (*lo[:axis], to + low - begin, *lo[axis + 1 :])
+                extent = (*size[:axis], high - low, *size[axis + 1 :])
+                at = start + (low - lo[axis]) * strides[axis]
+                yield Piece(whole, place, extent, piece.source, at, strides)
+
+
+def _cut_rows(piece: Piece, shape: Shape) -> Piece | None:
+    """A piece less the rows beyond the shape: padding of the vocabulary."""
+    rows = min(piece.size[0], shape[0] - piece.lo[0])
+    if rows <= 0:
+        return None
+    return Piece(shape, piece.lo, (rows, *piece.size[1:]), piece.source, piece.start, piece.strides)
