@@ -189,9 +189,12 @@ def open(
     format: str | None = None,
     step: str | None = None,
     param_order: str | Path | None = None,
+    module: str | None = None,
 ) -> CheckpointView:
     """Open a checkpoint of any format that is read. Reads headers only; Unsafe where a pickle in it would run code."""
-    checkpoint, _ = operations.open_checkpoint(path, operations.Reading(model_config, format, step, param_order))
+    checkpoint, _ = operations.open_checkpoint(
+        path, operations.Reading(model_config, format, step, param_order, module)
+    )
     require_safe(checkpoint)
     return CheckpointView(checkpoint)
 
@@ -208,6 +211,7 @@ def convert(
     to: str,
     model_config: str | Path | None = None,
     param_order: str | Path | None = None,
+    module: str | None = None,
     memory: str = "512MiB",
     jobs: int = 0,
     overwrite: bool = False,
@@ -220,9 +224,9 @@ def convert(
 
     flags are those of the command, with underscores: dtype, weights, no_optimizer, only, exclude, trainable_only,
     max_shard_size, dp,
-    index_keys, bare, merge_adapter. TypeError for one that does not exist.
+    index_keys, bare, merge_adapter, module_prefix. TypeError for one that does not exist.
     """
-    reading = operations.Reading(model_config, param_order=param_order)
+    reading = operations.Reading(model_config, param_order=param_order, module=module)
     running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
     return operations.convert(src, dst, operations.Conversion(to, **flags), reading, running, progress=progress)
 

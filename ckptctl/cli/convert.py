@@ -22,7 +22,7 @@ def add(app: typer.Typer) -> None:
             str,
             typer.Option(
                 "--to",
-                help="The target's format: hf, torch, dcp, torchtitan or trainer.",
+                help="The target's format: hf, trainer, torch, dcp, torchtitan, lightning or accelerate.",
                 metavar="FORMAT",
                 show_default=False,
             ),
@@ -70,12 +70,21 @@ def add(app: typer.Typer) -> None:
                 metavar="NAMING",
             ),
         ] = None,
+        module_prefix: Annotated[
+            str | None,
+            typer.Option(
+                "--module-prefix",
+                help="lightning: the attribute of the LightningModule that holds the model (net for self.net).",
+                metavar="NAME",
+            ),
+        ] = None,
         model_config: options.MODEL_CONFIG = None,
         from_: Annotated[
             str | None, typer.Option("--from", envvar="CKPTCTL_CONVERT_FROM", help=options.FROM, metavar="FORMAT")
         ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
+        module: options.MODULE = None,
         dry_run: options.DRY_RUN = False,
         plan_out: options.PLAN_OUT = None,
         overwrite: options.OVERWRITE = False,
@@ -91,7 +100,7 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Convert a checkpoint into another format, with its training state, bit for bit unless a cast is asked for."""
-        reading = operations.Reading(model_config, from_, step, param_order)
+        reading = operations.Reading(model_config, from_, step, param_order, module)
         wanted = operations.Conversion(
             to=to,
             dtype=dtype,
@@ -107,6 +116,7 @@ def add(app: typer.Typer) -> None:
             bare=bare,
             merge_adapter=tuple(map(str, merge_adapter or ())),
             names=names,
+            module_prefix=module_prefix,
         )
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:

@@ -22,11 +22,12 @@ def add(app: typer.Typer) -> None:
         ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
+        module: options.MODULE = None,
     ) -> int:
         """Show what a checkpoint holds: format, layout, tensors, training state, what is missing.
 
         Reads headers only.
         """
-        reading = operations.Reading(model_config, from_, step, param_order)
+        reading = operations.Reading(model_config, from_, step, param_order, module)
         report.show(operations.inspect(path, reading, tensors=tensors), as_json=json)
         return 0

@@ -26,8 +26,9 @@ def add(app: typer.Typer) -> None:
         ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
+        module: options.MODULE = None,
     ) -> int:
         """List tensors: name, kind, type, shape, bytes, pieces. Reads headers only."""
-        reading = operations.Reading(model_config, from_, step, param_order)
+        reading = operations.Reading(model_config, from_, step, param_order, module)
         report.show(operations.ls(path, pattern, reading, kinds=tuple(kind or ())), as_json=json)
         return 0

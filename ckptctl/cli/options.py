@@ -29,6 +29,15 @@ PARAM_ORDER = Annotated[
         metavar="FILE",
     ),
 ]
+MODULE = Annotated[
+    str | None,
+    typer.Option(
+        "--module",
+        help="Which module's weights are meant, where an outer one holds several (Lightning) or several models lie "
+        "side by side (Accelerate): its name; '' takes all names as they are.",
+        metavar="NAME",
+    ),
+]
 ONLY = Annotated[
     list[str] | None,
     typer.Option("--only", help="Take only tensors whose name matches. May be given several times.", metavar="GLOB"),

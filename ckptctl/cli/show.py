@@ -45,10 +45,11 @@ def add(app: typer.Typer) -> None:
         ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
+        module: options.MODULE = None,
         memory: options.MEMORY = "512MiB",
     ) -> int:
         """Show one tensor's values and statistics, or a value of the training state."""
-        reading = operations.Reading(model_config, from_, step, param_order)
+        reading = operations.Reading(model_config, from_, step, param_order, module)
         result = operations.show(path, name, reading, kind=kind, selection=slice_, stats=stats, npy=npy, memory=memory)
         report.show(result, as_json=json)
         return 0

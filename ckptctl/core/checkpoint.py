@@ -37,6 +37,8 @@ class Group:
 
     params: tuple[str, ...]
     options: Mapping[str, Tree]
+    owner: int = 0
+    """Which optimizer it is of, where a checkpoint has several: they are kept as one, over different parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Entry:
     path: tuple[PathKey, ...]
     key: Key | None = None
     value: Tree = None
+    folder: str = ""
+    """The folder inside the checkpoint whose item it is, where it has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,10 @@ class Checkpoint:
     warnings: tuple[str, ...] = ()
     quantized: str = ""
     """The quantization method where weights are packed: such tensors are copied byte for byte."""
+    module: str = ""
+    """The attribute of an outer module that held the model: it stood before every name, and is left out of them."""
+    modules: tuple[str, ...] = ()
+    """Models that stand side by side, each under its name and a dot. () where there is one model."""
     gap_reason: str = "headers and metadata"
     rounded_masters: bool = False
     """Whether the format promises that a weight is its master, rounded: what tells a wrong order of flat tensors."""
@@ -201,6 +209,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tokens",
         "global_samples",
         "skipped_steps",
+        "loops",
     ),
 }
 ADAPTER = "adapter_config"
@@ -210,6 +219,8 @@ STEP_NAMES = ("step", "global_step", "global_steps", "iteration", "iter", "num_u
 WEIGHTS = ("weight", "buffer")
 """Kinds that a weights-only target holds."""
 MASTER = "master"
+EMA = "ema"
+"""Averaged weights, by the model's names: no state of an optimizer."""
 OTHER = "other"
 """Kind of tensors that stand among the values of a training state, too large to be read as values."""
 

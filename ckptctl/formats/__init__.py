@@ -34,10 +34,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What the user says about a source: the model's config, and the order of the optimizer's parameters."""
+    """What the user says about a source: the model's config, and the order of the optimizer's parameters.
+
+    module: which part of several it is about, by name; "" takes names as they are, None decides by what is there.
+    """
 
     facts: Facts = field(default_factory=Facts)
     param_order: tuple[str, ...] = ()
+    module: str | None = None
 
 
 class Reader(Protocol):
@@ -47,7 +51,7 @@ class Reader(Protocol):
     read: Callable[[Path, Hints], Checkpoint]
 
 
-FORMATS = ("deepspeed", "foreign", "trainer", "dcp", "hf", "torch")
+FORMATS = ("deepspeed", "foreign", "trainer", "accelerate", "lightning", "dcp", "hf", "torch")
 """Every format with a read module, in order of detection.
 
 `foreign` knows what others look like that cannot be read yet.
@@ -68,9 +72,29 @@ TARGETS: dict[str, Target] = {
         flags=frozenset({"max_shard_size", "names"}),
         in_memory=True,
     ),
-    "torch": Target("a torch file", flags=frozenset({"index_keys", "names"})),
-    "dcp": Target("a DCP folder", flags=frozenset({"dp", "tp", "names"}), reshards=frozenset({"dp", "tp"})),
+    "torch": Target("a torch file", holds_averages=True, flags=frozenset({"index_keys", "names"})),
+    "dcp": Target(
+        "a DCP folder",
+        holds_averages=True,
+        flags=frozenset({"dp", "tp", "names"}),
+        reshards=frozenset({"dp", "tp"}),
+        own_names=True,
+    ),
     "torchtitan": Target("a torchtitan folder", flags=frozenset({"dp", "tp"}), naming="torchtitan"),
+    "accelerate": Target(
+        "an Accelerate folder",
+        holds_averages=True,
+        flags=frozenset({"dp"}),
+        reshards=frozenset({"dp"}),
+        own_names=True,
+    ),
+    "lightning": Target(
+        "a Lightning checkpoint",
+        holds_averages=True,
+        flags=frozenset({"dp", "module_prefix"}),
+        reshards=frozenset({"dp"}),
+        own_names=True,
+    ),
 }
 """Every format with a write module, by the name that --to takes."""
 

@@ -62,9 +62,10 @@ def named_states(
                 )
             states[name, kind] = value
     groups = []
-    for g in found.groups:
+    owners = [*found.owners, *[0] * len(found.groups)]
+    for g, owner in zip(found.groups, owners, strict=False):
         options = {k: v for k, v in g.items() if k not in ("params", "param_names")}
-        groups.append(Group(tuple(names.get(p, str(p)) for p in _members(g)), options))
+        groups.append(Group(tuple(names.get(p, str(p)) for p in _members(g)), options, owner))
     _once([n for g in groups for n in g.params], where)
     scalars = {k: v for k, v in states.items() if not (isinstance(v, Leaf) and hasattr(v, "shape"))}
     known = not found.flat_optimizer

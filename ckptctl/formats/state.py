@@ -9,13 +9,15 @@ No bytes are read here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from ckptctl.core.checkpoint import PathKey, part_of
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.values import Array, Record, Tree
+from ckptctl.formats import optimizers, wrapping
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "network", "net", "weights", "params")
 OPTIMIZER_KEYS = (
@@ -27,6 +29,8 @@ OPTIMIZER_KEYS = (
     "optimizer_states",
     "opt",
 )
+NUMBERED = re.compile(r"optimizer_(\d+)")
+"""One optimizer of several, each under a key of its own: Lightning's sharded folders."""
 
 
 @runtime_checkable
@@ -43,7 +47,10 @@ class Leaf(Protocol):
 
 
 EMA_KEYS = ("ema", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "ema_params")
-"""Averaged copies of the weights: never taken for the model itself."""
+"""Averaged copies of the weights: never taken for the model itself.
+
+Where every name and shape of one is the model's, it is tensors of kind ema, else a value.
+"""
 IsLeaf = Callable[[Tree], bool]
 
 
@@ -56,6 +63,12 @@ class Found:
     """Entries of the model's dict that are no tensors (`_extra_state`)."""
     states: dict[PathKey, dict[str, Tree]] = field(default_factory=dict)
     groups: list[dict[str, Tree]] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    """Which optimizer each group is of, where there are several; shorter than groups where they are the first's."""
+    ema: dict[str, Tree] = field(default_factory=dict)
+    """The averaged weights, by the model's names."""
+    wrappers: tuple[str, ...] = ()
+    """Words of wrappers that stood in names and were taken out of them."""
     optimizer_options: dict[str, Tree] = field(default_factory=dict)
     has_optimizer: bool = False
     flat_optimizer: bool = False
@@ -64,8 +77,10 @@ class Found:
     optimizer_path: tuple[PathKey, ...] = ()
 
 
-def find(root: Tree, is_leaf: IsLeaf) -> Found:
+def find(root: Tree, is_leaf: IsLeaf, *, averages: bool = False) -> Found:
     """The parts of a state dict. A root that is no dict, or holds no tensor, gives a Found without a model.
+
+    averages: averaged weights go to Found.ema where they are the model's, for readers that take them from there.
 
     Unsupported where several dicts hold tensors and none is known to be the model's: which one it is would be a guess.
     """
@@ -73,8 +88,18 @@ def find(root: Tree, is_leaf: IsLeaf) -> Found:
     if not isinstance(root, Mapping):
         return found
     root, prefix = _unwrapped(root, is_leaf, found.rest)
-    optimizer_key = next((k for k in OPTIMIZER_KEYS if k in root and _is_optimizer(root[k])), None)
-    model_key = _model_key(root, optimizer_key, is_leaf)
+    _parts(root, prefix, found, is_leaf)
+    _refuse_more_optimizers(found.rest)
+    wrapping.take_out(found)
+    if averages:
+        _averaged(found, is_leaf)
+    return found
+
+
+def _parts(root: Mapping[Any, Tree], prefix: tuple[PathKey, ...], found: Found, is_leaf: IsLeaf) -> None:
+    """Puts each entry of the root where it belongs: model, optimizers, or the rest."""
+    optimizer_keys = _optimizer_keys(root)
+    model_key = _model_key(root, optimizer_keys, is_leaf)
     bare = model_key is None
     if model_key is not None:
         found.model_path = (*prefix, model_key)
@@ -82,30 +107,44 @@ def find(root: Tree, is_leaf: IsLeaf) -> Found:
         _refuse_lists(found.model_values, is_leaf)
     elif _is_bare_optimizer(root):
         found.optimizer_path = prefix
-        _optimizer(root, found, is_leaf)
-        return found
-    elif optimizer_key is None and not any(is_leaf(v) for v in root.values()):
+        optimizers.join(found, [root])
+        return
+    elif not optimizer_keys and not any(is_leaf(v) for v in root.values()):
         # A state dict nested by module: every tensor is the model's, and nothing else is there to be told apart.
         averaged = {k: v for k, v in root.items() if k in EMA_KEYS and _holds_tensors(v, is_leaf)}
         values: dict[str, Tree] = {}
         _collect({k: v for k, v in root.items() if k not in averaged}, "", found.model, values, is_leaf)
         if found.model or averaged:
             found.rest.update({_text(k): v for k, v in root.items() if k in values or k in averaged})
-            _refuse_more_optimizers(found.rest)
-            return found
+            return
     is_plain = all(is_leaf(v) for v in root.values())  # a state dict may well have a buffer called `step`
+    joined: list[Tree] = []
     for key, value in root.items():
         if model_key is not None and key == model_key:
             continue
-        if optimizer_key is not None and key == optimizer_key:
-            found.optimizer_path = (*prefix, key)
-            _optimizer(value[0] if isinstance(value, (list, tuple)) else value, found, is_leaf)
+        if key in optimizer_keys:
+            found.optimizer_path = found.optimizer_path or (*prefix, key)
         elif bare and is_leaf(value) and (is_plain or part_of(_text(key)) == "other"):
             _put(found.model, _text(key), value)
         else:
             _put(found.rest, _text(key), value)
-    _refuse_more_optimizers(found.rest)
-    return found
+    for key in optimizer_keys:
+        joined += root[key] if isinstance(root[key], (list, tuple)) else [root[key]]
+    if joined:
+        optimizers.join(found, joined)
+
+
+def _averaged(found: Found, is_leaf: IsLeaf) -> None:
+    """Averaged weights that are the model's, name by name and shape by shape, become Found.ema; others stay a value."""
+    for key in EMA_KEYS:
+        value = found.rest.get(key)
+        if not isinstance(value, Mapping) or not value or not all(map(is_leaf, value.values())):
+            continue
+        names = wrapping.names(map(_text, value))
+        if all(n in found.model and found.model[n].shape == value[raw].shape for raw, n in names.items()):
+            found.ema = {names[raw]: leaf for raw, leaf in value.items()}
+            del found.rest[key]
+            return
 
 
 def _text(key: object) -> str:
@@ -173,9 +212,7 @@ def _holds_tensors(value: Tree, is_leaf: IsLeaf) -> bool:
 
 def _is_training_state(root: Mapping[Any, Tree], is_leaf: IsLeaf) -> bool:
     """Whether a dict has a model's dict or an optimizer's among its values, by their usual names."""
-    return any(_holds_tensors(root.get(k), is_leaf) for k in MODEL_KEYS) or any(
-        _is_optimizer(root.get(k)) for k in OPTIMIZER_KEYS
-    )
+    return any(_holds_tensors(root.get(k), is_leaf) for k in MODEL_KEYS) or bool(_optimizer_keys(root))
 
 
 def _unwrapped(
@@ -196,15 +233,23 @@ def _unwrapped(
     return root, prefix
 
 
-def _model_key(root: Mapping[Any, Tree], optimizer_key: str | None, is_leaf: IsLeaf) -> Any:
+def _optimizer_keys(root: Mapping[Any, Tree]) -> list[Any]:
+    """The keys of the optimizers: the first of the usual names, and those that are numbered, by number."""
+    usual = next((k for k in OPTIMIZER_KEYS if k in root and optimizers.is_optimizer(root[k])), None)
+    numbered = [(int(m[1]), k) for k in root if isinstance(k, str) and (m := NUMBERED.fullmatch(k))]
+    several = [k for _, k in sorted(numbered) if optimizers.is_optimizer(root[k])]
+    return [*([] if usual is None else [usual]), *several]
+
+
+def _model_key(root: Mapping[Any, Tree], optimizer_keys: Sequence[Any], is_leaf: IsLeaf) -> Any:
     """The key of the model's dict: by its usual names, else the only dict that holds tensors beside an optimizer."""
     known = next((k for k in MODEL_KEYS if _holds_tensors(root.get(k), is_leaf)), None)
-    if known is not None or optimizer_key is None:
+    if known is not None or not optimizer_keys:
         return known
     others = [
         k
         for k, v in root.items()
-        if k != optimizer_key and k not in EMA_KEYS and part_of(str(k)) == "other" and _holds_tensors(v, is_leaf)
+        if k not in optimizer_keys and k not in EMA_KEYS and part_of(str(k)) == "other" and _holds_tensors(v, is_leaf)
     ]
     loose = [k for k, v in root.items() if is_leaf(v) and part_of(str(k)) == "other"]
     if len(others) > 1:
@@ -226,17 +271,6 @@ def _leaves(tree: Tree, is_leaf: IsLeaf) -> Iterator[Tree]:
             stack.extend(at.values())
 
 
-def _is_optimizer(value: Tree) -> bool:
-    """Whether it looks like optimizer.state_dict(), nested or with flat keys; a list of one counts."""
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, Mapping):
-        return False
-    if "state" in value or "param_groups" in value:
-        return True
-    return any(isinstance(k, str) and k.startswith(("state.", "param_groups.")) for k in value)
-
-
 def _collect(
     tree: Mapping[Any, Tree], prefix: str, tensors: dict[str, Tree], values: dict[str, Tree], is_leaf: IsLeaf
 ) -> None:
@@ -254,65 +288,6 @@ def _collect(
                 stack.append((name, value))
             else:
                 values[name] = value
-
-
-def _optimizer(tree: Tree, found: Found, is_leaf: IsLeaf) -> None:
-    found.has_optimizer = True
-    if not isinstance(tree, Mapping):
-        return
-    state, groups = tree.get("state"), tree.get("param_groups")
-    if isinstance(state, Mapping):
-        for key, entry in state.items():
-            found.states[key if isinstance(key, int) else str(key)] = (
-                {str(k): v for k, v in entry.items()} if isinstance(entry, Mapping) else {"": entry}
-            )
-    if isinstance(groups, (list, tuple)):
-        found.groups = [{str(k): v for k, v in g.items()} for g in groups if isinstance(g, Mapping)]
-    flat = {k: v for k, v in tree.items() if isinstance(k, str) and k.startswith(("state.", "param_groups."))}
-    if flat:
-        found.flat_optimizer = True
-        _flat_optimizer(flat, found)
-    found.optimizer_options = {
-        str(k): v for k, v in tree.items() if k not in ("state", "param_groups") and k not in flat
-    }
-
-
-def _flat_optimizer(flat: Mapping[str, Tree], found: Found) -> None:
-    """Keys `state.<name>.<kind>` and `param_groups.<name>.<option>`: names may hold dots, kinds and options do not.
-
-    Source: torch 2.13.0, distributed/checkpoint/state_dict.py, _unflatten_optim_state_dict.
-    """
-    options: dict[str, dict[str, Tree]] = {}
-    listed: dict[int, dict[str, Tree]] = {}
-    for key, value in flat.items():
-        part, _, rest = key.partition(".")
-        name, _, last = rest.rpartition(".")
-        if part == "param_groups" and name.isdigit():  # written without paths: the index of a group in its list
-            listed.setdefault(int(name), {})[last] = value
-            continue
-        (found.states.setdefault(name, {}) if part == "state" else options.setdefault(name, {}))[last] = value
-    found.groups = [{"params": [], **listed[n]} for n in sorted(listed)]
-    if listed and not options:
-        found.flat_optimizer = False
-        return
-    order = {name: i for i, name in enumerate(found.model)}
-    names = sorted(options, key=lambda n: order.get(n, len(order)))
-    for name in names:
-        for group in found.groups:
-            if _same({k: v for k, v in group.items() if k != "params"}, options[name]):
-                group["params"].append(name)
-                break
-        else:
-            found.groups.append({"params": [name], **options[name]})
-
-
-def _same(a: Tree, b: Tree) -> bool:
-    """Equal settings, by type and value: 0 and 0.0 and False are three settings."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and repr(a) == repr(b)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------

@@ -86,14 +86,17 @@ class Content:
 class Target:
     """What a target can hold and which flags it takes: what is decided before its writer is imported.
 
-    holds_state: moments, masters, scheduler, random state and counters have a place. is_folder_of_weights: its weights
+    holds_state: moments, masters, scheduler, random state and counters have a place. holds_averages: averaged weights
+    (kind ema) have one. is_folder_of_weights: its weights
     are a Hugging Face folder, so that a tie of the config is stored once and nothing but tensors stands among the
     weights. flags are names of Conversion's fields that are for this target (others are wrong usage); reshards are
-    those of them that `reshard` changes, none where the format has no layout. called: what messages call it.
+    those of them that `reshard` changes, none where the format has no layout; own_names: it keeps names, being DCPs.
+    called: what messages call it.
     """
 
     called: str
     holds_state: bool = True
+    holds_averages: bool = False
     is_folder_of_weights: bool = False
     flags: frozenset[str] = frozenset()
     reshards: frozenset[str] = frozenset()
@@ -101,6 +104,7 @@ class Target:
     """The naming of its tensors: disk, torchtitan, ...; "" where --names chooses."""
     in_memory: bool = False
     """Its tensors are loaded into a model as they are named: a name that only files have is no default for them."""
+    own_names: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,10 @@ class Choices:
     bare: bool = False
     own_names: bool = False
     """Keep the source's own item names (reshard of a DCP folder)."""
+    sharded: bool = False
+    """Whether a number of ranks was asked for, where that decides what is written."""
+    module_prefix: str | None = None
+    """The attribute of an outer module under which the target's loader looks for the model."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import ADAPTER, MASTER, OTHER, WEIGHTS, Checkpoint, Optimizer, is_state, part_of
+from ckptctl.core.checkpoint import ADAPTER, EMA, MASTER, OTHER, WEIGHTS, Checkpoint, Optimizer, is_state, part_of
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported, Usage
 from ckptctl.core.tensor import Key, Tensor
@@ -50,6 +50,7 @@ class Conversion:
     merge_adapter: tuple[str, ...] = ()
     """Folders of adapters that are merged into the weights, in order."""
     names: str | None = None
+    module_prefix: str | None = None
 
     @property
     def target(self) -> Target:
@@ -57,7 +58,7 @@ class Conversion:
         return TARGETS[self.to]
 
 
-LAYOUT_FLAGS = ("dp", "tp", "index_keys", "bare", "names")
+LAYOUT_FLAGS = ("dp", "tp", "index_keys", "bare", "names", "module_prefix")
 """Fields of Conversion that are not for every target. max_shard_size has a default: it never contradicts."""
 
 
@@ -88,6 +89,14 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
     keep = not wanted.no_optimizer and wanted.target.holds_state
     if (keep and not own_names) or wanted.trainable_only:
         require_names(source)
+    if wanted.target.is_folder_of_weights and len(source.modules) > 1:
+        raise MissingFact(
+            f"the source holds {len(source.modules)} models, and {wanted.target.called} holds one",
+            where=source.root,
+            why=f"they are {', '.join(source.modules)}",
+            fix=f"take one of them: --module {source.modules[0]}",
+            code="several-models",
+        )
     lines: list[Line] = []
     weights = _weights(source, wanted, lines)
     states = {
@@ -100,6 +109,7 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
         lines += [Line("other tensors", "dropped", f"{len(held)} tensors: --no-optimizer")] if held else []
         held = {}
     if keep:
+        _refuse_averages(states, source, wanted)
         _movable(states.values())
         states = _selected_states(states, weights, source, wanted, lines)
         optimizer = _selected_groups(source.optimizer, weights, states, wanted)
@@ -233,7 +243,7 @@ def _together(source: Checkpoint, weights: dict[str, Item]) -> None:
 
 def _updated(source: Checkpoint) -> set[str]:
     """Weights that the optimizer updates: those with state, and the other names of the same weight."""
-    out = {k.name for k in source.tensors if is_state(k) and k.kind != OTHER}
+    out = {k.name for k in source.tensors if is_state(k) and k.kind not in (OTHER, EMA)}
     pairs = list(source.ties.items())
     pair = tied_pair(source, {k.name: k for k in source.tensors if k.kind in WEIGHTS})
     for alias, owner in [*pairs, *([pair] if pair else [])]:
@@ -294,6 +304,17 @@ def _refuse_losing(source: Checkpoint, wanted: Conversion, states: Mapping[tuple
         )
 
 
+def _refuse_averages(states: Mapping[tuple[str, str], Item], source: Checkpoint, wanted: Conversion) -> None:
+    averaged = sum(kind == EMA for _, kind in states)
+    if averaged and not wanted.target.holds_averages:
+        raise StateNotCarried(
+            f"{wanted.target.called} has no place for averaged weights (EMA)",
+            where=source.root,
+            why=f"{averaged} tensors of them would be lost",
+            fix="convert to torch or dcp, which keep them, or add --no-optimizer to let all training state go",
+        )
+
+
 def _selected_states(
     states: dict[tuple[str, str], Item],
     weights: Mapping[str, Item],
@@ -316,7 +337,7 @@ def _selected_groups(
     if optimizer is None or not (wanted.only or wanted.exclude or wanted.trainable_only):
         return optimizer
     have = set(weights) | {name for name, _ in states}
-    groups = tuple(type(g)(tuple(p for p in g.params if p in have), g.options) for g in optimizer.groups)
+    groups = tuple(replace(g, params=tuple(p for p in g.params if p in have)) for g in optimizer.groups)
     scalars = {k: v for k, v in optimizer.scalars.items() if k[0] in have}
     return replace(optimizer, groups=groups, scalars=scalars)
 
@@ -358,11 +379,17 @@ def _kept(
             Line(
                 "param groups",
                 "carried",
-                f"{len(optimizer.groups)} groups of {sum(len(g.params) for g in optimizer.groups)} parameters{order}",
+                f"{len(optimizer.groups)} groups of {sum(len(g.params) for g in optimizer.groups)} parameters"
+                f"{_joined(optimizer)}{order}",
             )
         )
     else:
         lines.append(Line("param groups", "absent", "the source has none"))
+
+
+def _joined(optimizer: Optimizer) -> str:
+    owners = {g.owner for g in optimizer.groups}
+    return f", of {len(owners)} optimizers, one after the other" if len(owners) > 1 else ""
 
 
 def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[str, object]:

@@ -101,6 +101,8 @@ def convert(
         wanted.tp or 1,
         wanted.index_keys,
         wanted.bare,
+        sharded=wanted.dp is not None,
+        module_prefix=wanted.module_prefix,
     )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")
@@ -147,7 +149,7 @@ def reshard(
     check_flags(wanted)
     content, lines = content_of(source, wanted, own_names=True)
     mesh = _mesh(source, dp, tp)
-    choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), *mesh, own_names=source.format == "dcp")
+    choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), *mesh, own_names=target.own_names)
     planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))
     document: Document = {
         "schema": "ckptctl.reshard/1",
@@ -155,7 +157,7 @@ def reshard(
         "target": {
             "format": source.format,
             "path": str(dst),
-            "layout": dict(zip(("dp", "tp"), mesh, strict=True)) if source.format == "dcp" else {},
+            "layout": dict(zip(("dp", "tp"), mesh, strict=True)) if "dp" in target.reshards else {},
         },
     }
     return _run(planned, document, running, budget, progress)

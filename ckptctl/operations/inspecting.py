@@ -148,8 +148,13 @@ def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:
 def _groups(checkpoint: Checkpoint) -> list[Document]:
     if checkpoint.optimizer is None:
         return []
+    several = len({g.owner for g in checkpoint.optimizer.groups}) > 1
     return [
-        {"parameters": len(g.params), "settings": {k: plain(v) for k, v in g.options.items()}}
+        {
+            "parameters": len(g.params),
+            **({"optimizer": g.owner} if several else {}),
+            "settings": {k: plain(v) for k, v in g.options.items()},
+        }
         for g in checkpoint.optimizer.groups
     ]
 

@@ -26,6 +26,7 @@ class Reading:
     format: str | None = None
     step: str | None = None
     param_order: Path | str | None = None
+    module: str | None = None
 
 
 def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[Checkpoint, formats.Evidence]:
@@ -44,7 +45,7 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     else:
         evidence = formats.detect(step_folder(path, reading.step) if path.is_dir() else path)
         reader = formats.reader(evidence.format)
-    checkpoint = reader.read(evidence.path, formats.Hints(given, _order(reading.param_order)))
+    checkpoint = reader.read(evidence.path, formats.Hints(given, _order(reading.param_order), reading.module))
     if given.config is not None:
         checkpoint = replace(checkpoint, facts=given)
     if not checkpoint.quantized:

@@ -133,14 +133,9 @@ def test_hostile_pickles_are_shown_and_refused(name, tmp_path):
 
 
 FOREIGN = {
-    "torch/lightning_ckpt": "Lightning",
     "megatron/legacy_tp2pp2_distopt_dp2": "Megatron",
 }
 BESIDE = {
-    "torch/accelerate_fsdp1": "Accelerate",
-    "torch/accelerate_fsdp2": "Accelerate",
-    "torch/accelerate_fsdp2_full": "Accelerate",
-    "torch/lightning_fsdp2_dir": "Lightning",
     "orbax/pytree-ocdbt": "Orbax",
     "orbax/manager-composite": "Orbax",
     "orbax/flax-msgpack-params/flax_model.msgpack": "msgpack",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptctl.core.checkpoint import (
+    EMA,
     STEP_NAMES,
     Checkpoint,
     Entry,
@@ -37,6 +38,7 @@ from ckptctl.formats.parameters import named_states
 from ckptctl.formats.pickles.emit import dump
 from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, find, number, plain
 from ckptctl.formats.torchtensor import VALUE_LIMIT
+from ckptctl.formats.wrapping import unwrapped
 from ckptctl.names import looks_like_torchtitan
 
 if TYPE_CHECKING:
@@ -68,9 +70,11 @@ def detect(path: Path) -> Evidence | None:
 def read(path: Path, hints: Hints) -> Checkpoint:
     """The checkpoint in a DCP folder. Damaged where index and files disagree as far as heads tell."""
     folder = _Folder(path)
-    found = find(folder.nested(), lambda tree: isinstance(tree, Leaf))
+    found = find(folder.nested(), lambda tree: isinstance(tree, Leaf), averages=True)
     for name, leaf in found.model.items():
         folder.add(Key(name), leaf)
+    for name, leaf in found.ema.items():
+        folder.add(Key(name, EMA), leaf)
     optimizer = folder.optimizer(found, hints) if found.has_optimizer else None
     rest = {name: folder.value(name, tree) for name, tree in found.rest.items()}
     model_values = {name: folder.value(f"model.{name}", tree) for name, tree in found.model_values.items()}
@@ -97,7 +101,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         entries=folder.entries(),
         unsafe=tuple(folder.unsafe),
         unknown_globals=tuple(sorted(folder.unknown)),
-        warnings=tuple(folder.index.warnings),
+        warnings=(*folder.index.warnings, *unwrapped(found)),
         gap_reason="archives' headers, pickles and directories; byte items",
     )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import OTHER, Entry, Optimizer, PathKey
+from ckptctl.core.checkpoint import EMA, OTHER, Entry, Optimizer, PathKey
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.output import OutputFile, Put, Region, Segment
 from ckptctl.core.values import Array, Global, Held, Record, Tree
@@ -24,7 +24,7 @@ from ckptctl.formats.dcp.metadata import NAME
 from ckptctl.formats.pickles.emit import dump
 from ckptctl.formats.pickles.nodes import NumpyArray, SizeTuple
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
-from ckptctl.formats.torch.write import TorchTree, merged_states
+from ckptctl.formats.torch.write import TorchTree, averages, merged_states
 from ckptctl.names.parallel import tensor_parallel_axis
 
 if TYPE_CHECKING:
@@ -57,11 +57,21 @@ class Chunk:
 
 def write(content: Content, choices: Choices) -> Written:
     """The folder for a mesh of choices.dp times choices.tp ranks."""
-    return laid_out(list(_own(content) if choices.own_names else _standard(content)), content, choices)
+    return laid_out(list(own_items(content) if choices.own_names else _standard(content)), content, choices)
 
 
-def laid_out(named: Sequence[Named], content: Content, choices: Choices, folder: str = "") -> Written:
-    """The files of a folder with those items, below folder ("step-3/") where it is given."""
+def laid_out(named: Sequence[Named], content: Content, choices: Choices, at: str = "") -> Written:
+    """The files of a folder with those items, below `at` ("step-3/") where it is given, and what the report says."""
+    lines = layout_lines(content, named, choices)
+    numbered = [] if choices.own_names else [p for n, v in content.values.items() for p in _numbered(n, v)]
+    if numbered:
+        detail = f"{', '.join(numbered[:4])}: keys that are numbers become text, since DCP joins keys to names"
+        lines.append(Line("values", "converted", detail))
+    return Written(tuple(folder(named, choices, at)), True, tuple(lines))
+
+
+def folder(named: Sequence[Named], choices: Choices, at: str = "") -> list[OutputFile]:
+    """The files of one folder with these items, below `at` in the result."""
     _unique(named)
     mesh = Mesh(choices.dp, choices.tp)
     ranks = [list(_of_rank(named, rank, mesh)) for rank in range(mesh.ranks)]
@@ -72,19 +82,15 @@ def laid_out(named: Sequence[Named], content: Content, choices: Choices, folder:
         path = f"__{rank}_0.distcp"
         lengths = tuple(_lengths(chunks))
         places.append((path, chunks, lengths))
-        files.append(OutputFile(folder + path, lambda chunks=chunks: _segments(chunks)))  # type: ignore[misc]
+        files.append(OutputFile(at + path, lambda chunks=chunks: _segments(chunks)))  # type: ignore[misc]
     metadata = dump(_metadata(named, places))
-    files.append(OutputFile(folder + NAME, lambda: [Put(metadata)]))
-    lines = _layout_lines(content, named, mesh)
-    numbered = [] if choices.own_names else [p for n, v in content.values.items() for p in _numbered(n, v)]
-    if numbered:
-        detail = f"{', '.join(numbered[:4])}: keys that are numbers become text, since DCP joins keys to names"
-        lines.append(Line("values", "converted", detail))
-    return Written(tuple(files), True, tuple(lines))
+    files.append(OutputFile(at + NAME, lambda: [Put(metadata)]))
+    return files
 
 
-def _layout_lines(content: Content, named: Sequence[Named], mesh: Mesh) -> list[Line]:
+def layout_lines(content: Content, named: Sequence[Named], choices: Choices) -> list[Line]:
     """What the report says of the cut, and of encodings of the source that are not kept."""
+    mesh = Mesh(choices.dp, choices.tp)
     how = f"DCP for {mesh}: rows of axis 0 in parts of ceil(rows / ranks), as FSDP2 cuts"
     if mesh.tp > 1:
         cut = sum(_axis(n.item) is not None for n in named if n.item is not None)
@@ -106,14 +112,14 @@ def _layout_lines(content: Content, named: Sequence[Named], mesh: Mesh) -> list[
 
 
 def _standard(content: Content) -> Iterator[Named]:
-    for name, item in content.weights.items():
-        yield Named(f"model.{name}", ("model", name), item)
-    for name, value in content.model_values.items():
-        yield Named(f"model.{name}", ("model", name), None, value, content.held)
-    if content.optimizer is not None or content.states:
-        yield from _optimizer(content)
+    yield from model_items(content)
+    averaged = averages(content)
+    if content.optimizer is not None or len(content.states) > len(averaged):
+        yield from optimizer_items(content)
+    for name, item in averaged.items():
+        yield Named(f"{EMA}.{name}", (EMA, name), item)
     for name, value in content.values.items():
-        if name in ("model", "optim"):
+        if name in ("model", "optim") or (averaged and name == EMA):
             raise Unsupported(
                 f"a value of the source is called {name}, as a part of the result is",
                 fix="rename it where the source is made",
@@ -121,28 +127,50 @@ def _standard(content: Content) -> Iterator[Named]:
         yield from flattened((name,), value, content.held)
 
 
-def _optimizer(content: Content) -> Iterator[Named]:
+def model_items(content: Content, key: str = "model", prefix: str = "") -> Iterator[Named]:
+    """The weights, and what stands among them, under a key of the state; prefix stands before every name."""
+    for name, item in content.weights.items():
+        yield Named(f"{key}.{prefix}{name}", (key, prefix + name), item)
+    for name, value in content.model_values.items():
+        yield Named(f"{key}.{prefix}{name}", (key, prefix + name), None, value, content.held)
+
+
+def optimizer_items(
+    content: Content, key: str = "optim", prefix: str = "", owner: int | None = None
+) -> Iterator[Named]:
+    """The optimizer under a key of the state, or that one of several which owner says.
+
+    The first has what no group lists.
+    """
     optimizer = content.optimizer or Optimizer(())
+    groups = [g for g in optimizer.groups if owner is None or g.owner == owner]
+    others = {n for g in optimizer.groups if g not in groups for n in g.params}
+    mine = {n for g in groups for n in g.params}
     states = merged_states(content, optimizer, lambda item: item, lambda value: value)
     for name, entry in states.items():
+        if name in others or (owner and name not in mine):
+            continue
         for kind, value in entry.items():
-            path = ("optim", "state", name, kind)
+            path = (key, "state", prefix + name, kind)
             yield (
                 Named(".".join(path), path, value)
                 if isinstance(value, Item)
                 else Named(".".join(path), path, None, value)
             )
-    for number, group in enumerate(optimizer.groups):
-        for option, value in {**group.options, "params": list(group.params)}.items():
-            path_ = ("optim", "param_groups", number, option)
+    for number, group in enumerate(groups):
+        for option, value in {**group.options, "params": [prefix + n for n in group.params]}.items():
+            path_ = (key, "param_groups", number, option)
             yield from flattened(path_, value, content.held)
     for option, value in optimizer.options.items():
-        yield from flattened(("optim", option), value, content.held)
+        yield from flattened((key, option), value, content.held)
 
 
-def _own(content: Content) -> Iterator[Named]:
+def own_items(content: Content, inside: str = "") -> Iterator[Named]:
+    """Every item under the source's own name and path; of one folder of the source, where it has several."""
     by_key = {i.key: i for i in (*content.weights.values(), *content.states.values())}
     for entry in content.source.entries:
+        if entry.folder != inside:
+            continue
         if entry.key is None:
             yield Named(entry.name, entry.path, None, entry.value)
         elif entry.key in by_key:

@@ -23,11 +23,6 @@ def _any(folder: Path, *patterns: str) -> str:
 
 
 SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
-    (
-        "an Accelerate folder",
-        lambda p: _any(p, "pytorch_model_fsdp_*", "optimizer_[0-9]*", "random_states_*.pkl", "pytorch_model_fsdp.bin"),
-    ),
-    ("a Lightning sharded checkpoint", lambda p: _any(p, "meta.pt") if (p / ".metadata").is_file() else ""),
     ("a Megatron checkpoint", lambda p: _any(p, "latest_checkpointed_iteration.txt", "mp_rank_*", "iter_*")),
     (
         "a Megatron torch_dist checkpoint",

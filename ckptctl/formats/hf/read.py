@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import ADAPTER, Checkpoint, Facts, File, UnsafeGlobal
+from ckptctl.core.checkpoint import ADAPTER, EMA, Checkpoint, Facts, File, UnsafeGlobal
 from ckptctl.core.dtype import packed
 from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 from ckptctl.core.tensor import InOnePlace, Key, Source, Tensor
@@ -26,6 +26,7 @@ from ckptctl.formats.st.slices import slices
 from ckptctl.formats.state import find
 from ckptctl.formats.torchfile.read import open_torch
 from ckptctl.formats.torchtensor import aliases, tensor_of, value_of
+from ckptctl.formats.wrapping import unwrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -263,7 +264,7 @@ def _read_safetensors(out: _Reading, name: str, source: str) -> None:
 def _read_bin(out: _Reading, name: str) -> None:
     with FileBytes(out.root / name, name=name) as reader:
         opened = open_torch(reader)
-        found = find(opened.root, lambda tree: isinstance(tree, TensorRef))
+        found = find(opened.root, lambda tree: isinstance(tree, TensorRef), averages=True)
         out.files.append(File(name, reader.nbytes))
         number = len(out.sources)
         out.sources.append(Source(name))
@@ -281,7 +282,10 @@ def _read_bin(out: _Reading, name: str) -> None:
     out.unsupported += [(f"{name}: {where}", why) for where, why in opened.unsupported]
     for tensor_name, ref in found.model.items():
         out.add(tensor_name, tensor_of(Key(tensor_name), ref, number), name)
+    for tensor_name, ref in found.ema.items():
+        out.tensors[Key(tensor_name, EMA)] = tensor_of(Key(tensor_name, EMA), ref, number)
     out.ties.update(aliases(found.model))
+    out.warnings += [f"{name}: {text}" for text in unwrapped(found)]
 
 
 def _agrees(out: _Reading, folder: HfFolder, chosen: WeightSet) -> None:

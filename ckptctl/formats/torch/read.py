@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Facts, File, Group, Optimizer, UnsafeGlobal
+from ckptctl.core.checkpoint import EMA, STEP_NAMES, Checkpoint, Facts, File, Optimizer, UnsafeGlobal
 from ckptctl.core.errors import CkptError, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Record, TensorRef, Tree
@@ -22,12 +22,12 @@ from ckptctl.formats.ranks import read as ranks
 from ckptctl.formats.state import Found, find, number, plain
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import aliases, read_array, same_place, tensor_of, value_of
+from ckptctl.formats.wrapping import unwrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 PICKLE_STARTS = (b"\x80", b"PK\x03\x04")
-LIGHTNING = "pytorch-lightning_version"
 
 
 def detect(path: Path) -> Evidence | None:
@@ -50,18 +50,16 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     if path.is_dir():
         return ranks.read(path, hints)
     with FileBytes(path, name=path.name) as reader:
-        opened = open_torch(reader)
-        if _is_cut(opened):
-            return ranks.read(path, hints)
-        found = find(_as_dict(opened.root, str(path), is_unsafe=bool(opened.unsafe)), _is_tensor)
-        if isinstance(opened.root, dict) and LIGHTNING in opened.root:
-            raise Unsupported(
-                "this is a Lightning checkpoint, which this version does not read yet",
-                where=str(path),
-                why=f"it has {LIGHTNING}",
-                fix="read here are plain torch.save files of a state dict, or of model and optimizer",
-            )
-        return checkpoint_of(opened, found, path, hints, reader)
+        return read_dict(path, hints, reader)
+
+
+def read_dict(path: Path, hints: Hints, reader: FileBytes) -> Checkpoint:
+    """As read, of a file that is open."""
+    opened = open_torch(reader)
+    if _is_cut(opened):
+        return ranks.read(path, hints)
+    found = find(_as_dict(opened.root, str(path), is_unsafe=bool(opened.unsafe)), _is_tensor, averages=True)
+    return checkpoint_of(opened, found, path, hints, reader)
 
 
 def _as_dict(root: Tree, where: str, *, is_unsafe: bool) -> Tree:
@@ -101,6 +99,8 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
     tensors: dict[Key, Tensor] = {}
     for name, ref in found.model.items():
         tensors[Key(name)] = tensor_of(Key(name), ref, 0)
+    for name, ref in found.ema.items():
+        tensors[Key(name, EMA)] = tensor_of(Key(name, EMA), ref, 0)
     ties = aliases(found.model)
     optimizer = _optimizer(found, ties, tensors, str(path), hints) if found.has_optimizer else None
     unsupported = [(f"{opened.path}: {where}", why) for where, why in opened.unsupported]
@@ -118,7 +118,7 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
     if optimizer is not None:
         scalars = {k: value(".".join(k), v) for k, v in optimizer.scalars.items()}
         groups = tuple(
-            Group(g.params, {k: value(f"param_groups.{i}.{k}", v) for k, v in g.options.items()})
+            replace(g, options={k: value(f"param_groups.{i}.{k}", v) for k, v in g.options.items()})
             for i, g in enumerate(optimizer.groups)
         )
         options = {k: value(f"optimizer.{k}", v) for k, v in optimizer.options.items()}
@@ -140,7 +140,7 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         unsafe=tuple(UnsafeGlobal(path.name, str(f.name), f.why) for f in opened.unsafe),
         unknown_globals=tuple(str(f.name) for f in opened.unknown),
         unsupported=tuple(unsupported),
-        warnings=_one_moment(found),
+        warnings=(*unwrapped(found), *_one_moment(found)),
         gap_reason="zip headers, pickle and alignment; parts of storages that no tensor views",
     )
 

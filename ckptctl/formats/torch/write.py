@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import Optimizer
+from ckptctl.core.checkpoint import EMA, Optimizer
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.core.output import OutputFile, Put, Region, Segment
@@ -215,8 +215,11 @@ def _tree(content: Content, choices: Choices, made: TorchTree) -> Tree:
     model = OrderedPairs({name: made.tensor(content.weights[content.ties.get(name, name)]) for name in content.weights})
     model.update({name: made.value(v) for name, v in content.model_values.items()})
     root: dict[str, Tree] = {"model": model}
-    if content.optimizer is not None or content.states:
+    averaged = averages(content)
+    if content.optimizer is not None or len(content.states) > len(averaged):
         root["optimizer"] = _optimizer(content, choices, made)
+    if averaged:
+        root[EMA] = OrderedPairs({name: made.tensor(item) for name, item in averaged.items()})
     for name, value in content.values.items():
         if name in root:
             raise Unsupported(
@@ -253,6 +256,11 @@ def _optimizer(content: Content, choices: Choices, made: TorchTree) -> Tree:
     }
 
 
+def averages(content: Content) -> dict[str, Item]:
+    """The averaged weights, by name: no state of an optimizer, though they stand among the states."""
+    return {name: item for (name, kind), item in content.states.items() if kind == EMA}
+
+
 def merged_states(
     content: Content, optimizer: Optimizer, tensor: Callable[[Item], Tree], value: Callable[[Tree], Tree]
 ) -> dict[str, dict[str, Tree]]:
@@ -264,7 +272,8 @@ def merged_states(
     """
     out: dict[str, dict[str, Tree]] = {}
     for (name, kind), item in content.states.items():
-        out.setdefault(name, {})[kind] = tensor(item)
+        if kind != EMA:
+            out.setdefault(name, {})[kind] = tensor(item)
     for (name, kind), scalar in optimizer.scalars.items():
         out.setdefault(name, {})[kind] = value(scalar)
     order = dict.fromkeys(n for g in optimizer.groups for n in g.params if n in out)

@@ -1,0 +1,1 @@
+"""Accelerate: the folders of save_state."""

@@ -1,0 +1,1 @@
+"""Lightning: `.ckpt` files of its Trainer, and the folders that its sharding strategies write."""

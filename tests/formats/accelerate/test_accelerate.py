@@ -1,0 +1,101 @@
+"""Accelerate's folders: to the runs' truth, there and back, several models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.checkpoints import ckpt, truth
+from tests.support.commands import document, good, refused
+from tests.support.format_suite import tree_bytes, weights_in
+from tests.support.plain import torch_tree
+from tests.support.saving import adamw, arange, torch_save
+
+SHARDED, FULL = "torch/accelerate_fsdp2", "torch/accelerate_fsdp2_full"
+
+
+@pytest.mark.parametrize("name", [SHARDED, FULL])
+def test_weights_and_moments_are_the_run_s(name, tmp_path):
+    found = document("inspect", ckpt(name))
+    assert (found["format"], found["state"]["scheduler"], found["state"]["rng"]) == ("accelerate", "present", "present")
+    good("convert", ckpt(name), tmp_path / "hf", "--to", "hf", "--no-optimizer")
+    assert weights_in(tmp_path / "hf", "hf") == truth(name)["model"]
+    good("convert", ckpt(name), tmp_path / "t", "--to", "torch")
+    states = torch_tree(tmp_path / "t")["optimizer"]["state"]
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert {n: e[kind].truth for n, e in states.items()} == truth(name)[kind]
+
+
+@pytest.mark.parametrize("name", [SHARDED, FULL])
+def test_it_is_written_and_read_again(name, tmp_path):
+    good("convert", ckpt(name), tmp_path / "two", "--to", "accelerate", "--dp", "2")
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == [
+        "optimizer_0", "pytorch_model_fsdp_0", "random_states_0.pkl", "random_states_1.pkl", "scheduler.bin",
+    ]  # fmt: skip
+    assert document("diff", ckpt(name), tmp_path / "two", "--optimizer", "--state")["equal"]
+
+
+def test_reshard_keeps_names_and_other_files(tmp_path):
+    report = document("reshard", ckpt(SHARDED), tmp_path / "three", "--dp", "3")
+    assert {"part": "random state", "fate": "dropped"}.items() <= report["fidelity"][-1].items()
+    assert (tmp_path / "three" / "scheduler.bin").read_bytes() == (ckpt(SHARDED) / "scheduler.bin").read_bytes()
+    assert document("diff", ckpt(SHARDED), tmp_path / "three", "--optimizer")["equal"]
+    good("reshard", tmp_path / "three", tmp_path / "two", "--dp", "2")
+    good("reshard", ckpt(SHARDED), tmp_path / "same")
+    for part in ("optimizer_0", "pytorch_model_fsdp_0"):
+        assert tree_bytes(tmp_path / "two" / part) == tree_bytes(tmp_path / "same" / part)
+    assert refused("reshard", ckpt(FULL), tmp_path / "no", "--dp", "2")["code"] == "unsupported"
+
+
+def plain(folder, *models):
+    folder.mkdir()
+    for i, model in enumerate(models):
+        ending = f"_{i}" if i else ""
+        torch_save(folder / f"pytorch_model{ending}.bin", model)
+        names = list(model)
+        torch_save(folder / f"optimizer{ending}.bin", adamw(list(range(len(names))), dict(enumerate(model.values()))))
+        torch_save(folder / f"scheduler{ending}.bin", {"last_epoch": i})
+    torch_save(folder / "random_states_0.pkl", {"step": 5, "torch_manual_seed": np.arange(8, dtype=np.uint8)})
+    torch_save(folder / "custom_checkpoint_0.pkl", {"mine": arange(2)})
+    torch_save(folder / "scaler.pt", {"scale": 2.0})
+    return folder
+
+
+def test_a_folder_without_fsdp_keeps_every_part(tmp_path):
+    model = {"a.w": arange(2, 3), "a.b": arange(3)}
+    path = plain(tmp_path / "run", model)
+    good("convert", path, tmp_path / "out", "--to", "accelerate")
+    for name in ("scheduler.bin", "scaler.pt"):
+        assert torch_tree(tmp_path / "out" / name) == torch_tree(path / name)
+    assert torch_tree(tmp_path / "out" / "custom_checkpoint_0.pkl")["mine"].data == arange(2).tobytes()
+    assert torch_tree(tmp_path / "out" / "random_states_0.pkl")["step"] == 5
+    assert document("diff", path, tmp_path / "out", "--optimizer", "--state")["equal"]
+
+
+def test_two_models_stand_side_by_side_and_one_can_be_taken(tmp_path):
+    one, two = {"w": arange(2, 3)}, {"w": arange(4, start=9), "v": arange(1)}
+    path = plain(tmp_path / "run", one, two)
+    names = [t["name"] for t in document("ls", path, "--kind", "weight")["tensors"]]
+    assert names == ["model_0.w", "model_1.w", "model_1.v"]
+    assert [g["optimizer"] for g in document("inspect", path)["groups"]] == [0, 1]
+    error = refused("convert", path, tmp_path / "hf", "--to", "hf", "--no-optimizer")
+    assert (error["code"], "--module" in error["fix"]) == ("several-models", True)
+    good("convert", path, tmp_path / "hf", "--to", "hf", "--no-optimizer", "--module", "model_1")
+    assert sorted(weights_in(tmp_path / "hf", "hf")) == ["v", "w"]
+    refused("convert", path, tmp_path / "a", "--to", "accelerate")
+    good("convert", path, tmp_path / "t", "--to", "torch")
+    assert [g["params"] for g in torch_tree(tmp_path / "t")["optimizer"]["param_groups"]] == [
+        ["model_0.w"], ["model_1.w", "model_1.v"],
+    ]  # fmt: skip
+
+
+def test_values_without_a_place_are_kept_beside(tmp_path):
+    path = torch_save(tmp_path / "x.pt", {"model": {"a": arange(2)}, "ema": {"a": arange(2, start=3)}, "step": 9})
+    good("convert", path, tmp_path / "out", "--to", "accelerate")
+    kept = torch_tree(tmp_path / "out" / "other_values.bin")
+    assert (kept["step"], kept["ema"]["a"].data) == (9, arange(2, start=3).tobytes())
+
+
+def test_files_of_single_ranks_are_refused(tmp_path):
+    torch_save(tmp_path / "pytorch_model_fsdp_0_rank0.bin", {"a": arange(2)})
+    assert refused("inspect", tmp_path, code=3)["code"] == "unsupported"
