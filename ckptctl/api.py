@@ -190,10 +190,11 @@ def open(
     step: str | None = None,
     param_order: str | Path | None = None,
     module: str | None = None,
+    key_map: str | Path | None = None,
 ) -> CheckpointView:
     """Open a checkpoint of any format that is read. Reads headers only; Unsafe where a pickle in it would run code."""
     checkpoint, _ = operations.open_checkpoint(
-        path, operations.Reading(model_config, format, step, param_order, module)
+        path, operations.Reading(model_config, format, step, param_order, module, key_map)
     )
     require_safe(checkpoint)
     return CheckpointView(checkpoint)
@@ -212,6 +213,7 @@ def convert(
     model_config: str | Path | None = None,
     param_order: str | Path | None = None,
     module: str | None = None,
+    key_map: str | Path | None = None,
     memory: str = "512MiB",
     jobs: int = 0,
     overwrite: bool = False,
@@ -224,9 +226,9 @@ def convert(
 
     flags are those of the command, with underscores: dtype, weights, no_optimizer, only, exclude, trainable_only,
     max_shard_size, dp,
-    index_keys, bare, merge_adapter, module_prefix. TypeError for one that does not exist.
+    index_keys, bare, names, merge_adapter, module_prefix. TypeError for one that does not exist.
     """
-    reading = operations.Reading(model_config, param_order=param_order, module=module)
+    reading = operations.Reading(model_config, param_order=param_order, module=module, key_map=key_map)
     running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
     return operations.convert(src, dst, operations.Conversion(to, **flags), reading, running, progress=progress)
 

@@ -85,6 +85,7 @@ def add(app: typer.Typer) -> None:
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
+        key_map: options.KEY_MAP = None,
         dry_run: options.DRY_RUN = False,
         plan_out: options.PLAN_OUT = None,
         overwrite: options.OVERWRITE = False,
@@ -100,7 +101,7 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Convert a checkpoint into another format, with its training state, bit for bit unless a cast is asked for."""
-        reading = operations.Reading(model_config, from_, step, param_order, module)
+        reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
         wanted = operations.Conversion(
             to=to,
             dtype=dtype,

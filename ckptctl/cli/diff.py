@@ -33,13 +33,14 @@ def add(app: typer.Typer) -> None:
         model_config: options.MODEL_CONFIG = None,
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
+        key_map: options.KEY_MAP = None,
         memory: options.MEMORY = "512MiB",
         json: options.JSON = False,
         quiet: options.QUIET = False,
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Compare two checkpoints by value, across formats and layouts. Exit 0 equal, 1 different."""
-        reading = operations.Reading(model_config, None, None, param_order, module)
+        reading = operations.Reading(model_config, None, None, param_order, module, key_map)
         what = operations.Comparison(
             weights=weights, optimizer=optimizer, state=state, ignore_dtype=ignore_dtype, only=tuple(only or ())
         )

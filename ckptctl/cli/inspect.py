@@ -23,11 +23,12 @@ def add(app: typer.Typer) -> None:
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
+        key_map: options.KEY_MAP = None,
     ) -> int:
         """Show what a checkpoint holds: format, layout, tensors, training state, what is missing.
 
         Reads headers only.
         """
-        reading = operations.Reading(model_config, from_, step, param_order, module)
+        reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
         report.show(operations.inspect(path, reading, tensors=tensors), as_json=json)
         return 0

@@ -27,8 +27,9 @@ def add(app: typer.Typer) -> None:
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
+        key_map: options.KEY_MAP = None,
     ) -> int:
         """List tensors: name, kind, type, shape, bytes, pieces. Reads headers only."""
-        reading = operations.Reading(model_config, from_, step, param_order, module)
+        reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
         report.show(operations.ls(path, pattern, reading, kinds=tuple(kind or ())), as_json=json)
         return 0

@@ -38,6 +38,14 @@ MODULE = Annotated[
         metavar="NAME",
     ),
 ]
+KEY_MAP = Annotated[
+    Path | None,
+    typer.Option(
+        "--key-map",
+        help="Rules for private names and shapes: rename, split, concat, ...; TOML or JSON.",
+        metavar="FILE",
+    ),
+]
 ONLY = Annotated[
     list[str] | None,
     typer.Option("--only", help="Take only tensors whose name matches. May be given several times.", metavar="GLOB"),

@@ -149,6 +149,8 @@ class Checkpoint:
     """The attribute of an outer module that held the model: it stood before every name, and is left out of them."""
     modules: tuple[str, ...] = ()
     """Models that stand side by side, each under its name and a dot. () where there is one model."""
+    key_map: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(new name, the names it was made of) where a key map gave the names."""
     gap_reason: str = "headers and metadata"
     rounded_masters: bool = False
     """Whether the format promises that a weight is its master, rounded: what tells a wrong order of flat tensors."""

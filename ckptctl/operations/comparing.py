@@ -84,7 +84,8 @@ def diff(
     what = what or Comparison()
     if what.weights not in WEIGHT_CHOICES:
         raise Usage(f"--weights {what.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
-    sides = [_opened(p, reading, what) for p in (a, b)]
+    plain_reading = None if reading is None else replace(reading, key_map=None)  # the map leads from A's names to B's
+    sides = [_opened(a, reading, what), _opened(b, plain_reading, what)]
     if sides[0].facts.config is None or sides[1].facts.config is None:
         facts = sides[0].facts if sides[0].facts.config is not None else sides[1].facts
         sides = [replace(s, facts=facts) for s in sides]

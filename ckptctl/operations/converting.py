@@ -130,6 +130,8 @@ def reshard(
 
     Unsupported for formats without a layout to change; otherwise as convert.
     """
+    if reading is not None and reading.key_map is not None:
+        raise Usage("--key-map: reshard keeps the source's names", fix="convert gives new ones")
     running = running or Running()
     budget = _budget(running)
     _require_apart(running, Path(src), Path(dst))
@@ -313,6 +315,8 @@ def _run(
     }
     document["warnings"] = list(planned.content.source.warnings)
     document["plan"] = _plan_summary(planned, budget)
+    if planned.content.source.key_map:
+        document["key_map"] = [{"to": new, "from": list(olds)} for new, olds in planned.content.source.key_map]
     if running.plan_out is not None:
         _write_plan(Path(running.plan_out), planned.plan)
     document["dry_run"] = running.dry_run

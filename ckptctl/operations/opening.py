@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl import formats
-from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, Facts
+from ckptctl.core.checkpoint import OTHER, WEIGHTS, Checkpoint, Facts
 from ckptctl.core.errors import Damaged, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported, Usage
 from ckptctl.names import quantized_by_names
+from ckptctl.names.keymap import KeyMap, key_map, recipes_of
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
 _CONFIG_LIMIT = 64 << 20
+_KEY_MAP_LIMIT = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Reading:
     step: str | None = None
     param_order: Path | str | None = None
     module: str | None = None
+    key_map: Path | str | None = None
 
 
 def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[Checkpoint, formats.Evidence]:
@@ -52,7 +56,7 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
         # The config may be elsewhere, or say nothing: numbers that mean nothing without their scales show by name.
         method, _ = quantized_by_names(k.name for k in checkpoint.tensors if k.kind in WEIGHTS)
         checkpoint = replace(checkpoint, quantized=method) if method else checkpoint
-    return checkpoint, evidence
+    return (checkpoint if reading.key_map is None else mapped(checkpoint, Path(reading.key_map))), evidence
 
 
 def _given_config(path: Path | str | None) -> Facts:
@@ -90,6 +94,36 @@ def read_config(file: Path, origin: str) -> Facts:
             "the config is no JSON object", where=origin, why=f"it is a {type(config).__name__}", code="config-not-json"
         )
     return Facts(config, text, origin)
+
+
+def mapped(checkpoint: Checkpoint, file: Path) -> Checkpoint:
+    """The checkpoint under the names and shapes that a key map gives. Usage where the map is wrong or does not fit."""
+    from ckptctl.operations.naming import renamed
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, tensor in checkpoint.tensors.items():
+        if key.kind in WEIGHTS or (key.kind not in ("step", OTHER) and key.name not in shapes and tensor.shape):
+            shapes[key.name] = tensor.shape
+    recipes = recipes_of(read_key_map(file), shapes)
+    made = tuple((r.name, tuple(dict.fromkeys(t.name for t in r.taken))) for r in recipes)
+    return replace(renamed(checkpoint, recipes), key_map=made)
+
+
+def read_key_map(file: Path) -> KeyMap:
+    """A key map of TOML or JSON. MissingFile where it is not there, Usage where it is neither."""
+    if not file.is_file():
+        raise MissingFile(f"--key-map: there is no file {file}")
+    if file.stat().st_size > _KEY_MAP_LIMIT:
+        raise Usage(f"--key-map {file} has {file.stat().st_size} bytes, more than {_KEY_MAP_LIMIT}", code="key-map")
+    try:
+        text = file.read_text(encoding="utf-8")
+        data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as err:
+        kind = "JSON" if file.suffix == ".json" else "TOML"
+        raise Usage(f"--key-map {file} is no {kind}", why=str(err), fix="see docs/key-map.md", code="key-map") from err
+    if not isinstance(data, dict):
+        raise Usage(f"--key-map {file} is no table of rules", fix="see docs/key-map.md", code="key-map")
+    return key_map(data, str(file))
 
 
 def _order(path: Path | str | None) -> tuple[str, ...]:

@@ -216,6 +216,10 @@ def convert(d: Document, verbose: bool = False) -> None:
     for w in d["warnings"]:
         sys.stderr.write(f"warning: {_clean(w)}\n")
     sys.stdout.write("\n")
+    if d.get("key_map") and (d["dry_run"] or verbose):
+        rows = [(", ".join(m["from"]), m["to"]) for m in d["key_map"]]
+        _table((("name in the source", "left"), ("becomes", "left")), rows)
+        sys.stdout.write("\n")
     if d["dry_run"] or verbose:
         casts = ", ".join(f"{k}: {n:,} elements" for k, n in plan["casts"].items()) or "none"
         _pairs(
