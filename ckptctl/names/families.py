@@ -58,6 +58,11 @@ class Family:
             names[name] = self._said(text, names)
         return names
 
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by their text: they are of the config's numbers alone, the same in every layer."""
+        return {}
+
     def parameters(self, namespace: Namespace = "module5") -> tuple[Parameter, ...]:
         """Every parameter in registration order, tied ones once, under their first name.
 
@@ -85,7 +90,9 @@ class Family:
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
         """Items whose conditions hold, with the loop variables of the blocks around them."""
         for item in items:
-            if namespace not in item.get("only", NAMESPACES) or not self._said(item.get("when", "true"), names):
+            if namespace not in item.get("only", NAMESPACES):
+                continue
+            if "when" in item and not self._said(item["when"], names):
                 continue
             if "parameters" not in item:
                 yield item, names, is_extra
@@ -97,12 +104,17 @@ class Family:
             names.pop(item["each"], None)
 
     def _parameter(self, item: dict[str, Any], namespace: Namespace, names: dict[str, Any]) -> Parameter:
-        shape = tuple(self._size(s, names) for s in item["shape"].split(","))
+        shape = self._shapes.get(item["shape"])
+        if shape is None:
+            shape = tuple(self._size(s, names) for s in item["shape"].split(","))
+            self._shapes[item["shape"]] = shape
         stacks: tuple[tuple[str, ...], ...] = ()
         if "stacks" in item:
             stacks = tuple(tuple(_filled(s, {**names, "e": e}) for s in item["stacks"]) for e in range(shape[0]))
         decays = item.get("decays", len(shape) > 1)
-        name, disk = (_filled(item.get(n, item["name"]), names) for n in (namespace, "disk"))
+        name = _filled(item.get(namespace, item["name"]), names)
+        same = namespace not in item and "disk" not in item
+        disk = name if same else _filled(item.get("disk", item["name"]), names)
         return Parameter(name, shape, decays, stacks, "" if stacks else disk)
 
     def _size(self, text: str, names: Mapping[str, Any]) -> int:
@@ -141,9 +153,9 @@ def family(config: Mapping[str, Any]) -> Family | None:
 
 
 def _filled(text: str, names: Mapping[str, Any]) -> str:
-    for variable in ("l", "e"):
-        if variable in names:
-            text = text.replace("{" + variable + "}", str(names[variable]))
+    for variable in ("{l}", "{e}"):
+        if variable in text:
+            text = text.replace(variable, str(names[variable[1]]))
     return text
 
 

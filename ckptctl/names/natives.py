@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.remake import Native
 from ckptctl.core.tensor import Key, Part
-from ckptctl.names.families import Parameter
+from ckptctl.names.families import Family, Parameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ckptctl.names.families import Family, Namespace
+    from ckptctl.names.families import Namespace
 
 
 def in_memory(family: Family, namespace: Namespace = "module5") -> list[Native]:
     """Parameters and buffers of a model in memory that are others on disk: renamed, or stacked."""
-    out = []
+    return list(_in_memory(family.name, json.dumps(dict(family.config), sort_keys=True, default=str), namespace))
+
+
+@lru_cache(maxsize=4)  # asked for several times in one conversion; a model may have fifty thousand experts' matrices
+def _in_memory(name: str, config: str, namespace: Namespace) -> tuple[Native, ...]:
+    family, out = Family(name, json.loads(config)), []
     for p in (*family.parameters(namespace), *family.buffers(namespace)):
         if p.stacks:
             out.append(_stacked(p))
         elif p.name != p.disk:
             out.append(Native.renamed(p.name, p.disk, p.shape))
-    return out
+    return tuple(out)
 
 
 def _stacked(p: Parameter) -> Native:
