@@ -70,6 +70,7 @@ TARGETS: dict[str, Target] = {
         "a Trainer folder",
         is_folder_of_weights=True,
         flags=frozenset({"max_shard_size", "names"}),
+        reshards=frozenset({"max_shard_size"}),
         in_memory=True,
     ),
     "torch": Target("a torch file", holds_averages=True, flags=frozenset({"index_keys", "names"})),
