@@ -22,7 +22,7 @@ def add(app: typer.Typer) -> None:
             str,
             typer.Option(
                 "--to",
-                help="The target's format: hf, trainer, torch, dcp, torchtitan, lightning or accelerate.",
+                help="The target's format: hf, trainer, torch, dcp, deepspeed, torchtitan, lightning or accelerate.",
                 metavar="FORMAT",
                 show_default=False,
             ),
@@ -49,6 +49,8 @@ def add(app: typer.Typer) -> None:
         max_shard_size: options.MAX_SHARD_SIZE = "5GB",
         dp: options.DP = None,
         tp: options.TP = None,
+        zero_stage: options.ZERO_STAGE = None,
+        universal: options.UNIVERSAL = False,
         index_keys: Annotated[
             bool,
             typer.Option("--index-keys", help="torch: key the optimizer's state by torch's numbers, not by names."),
@@ -118,6 +120,8 @@ def add(app: typer.Typer) -> None:
             merge_adapter=tuple(map(str, merge_adapter or ())),
             names=names,
             module_prefix=module_prefix,
+            zero_stage=zero_stage,
+            universal=universal,
         )
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:

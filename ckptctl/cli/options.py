@@ -76,3 +76,10 @@ TP = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ran
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report on the terminal; errors only.")]
 VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="More detail on stderr.")]
 NO_PROGRESS = Annotated[bool, typer.Option("--no-progress", help="No progress bar.")]
+
+ZERO_STAGE = Annotated[
+    int | None, typer.Option("--zero-stage", help="deepspeed: ZeRO stage, 1, 2 or 3.", metavar="S", show_default=False)
+]
+UNIVERSAL = Annotated[bool, typer.Option("--universal", help="deepspeed: a universal folder, for any stage up to 2.")]
+PP = Annotated[int | None, typer.Option("--pp", help="Pipeline stages.", metavar="N", show_default=False)]
+EP = Annotated[int | None, typer.Option("--ep", help="Expert-parallel ranks.", metavar="N", show_default=False)]

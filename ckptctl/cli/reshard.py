@@ -18,6 +18,10 @@ def add(app: typer.Typer) -> None:
         dst: options.DST,
         dp: options.DP = None,
         tp: options.TP = None,
+        pp: options.PP = None,
+        ep: options.EP = None,
+        zero_stage: options.ZERO_STAGE = None,
+        universal: options.UNIVERSAL = False,
         max_shard_size: Annotated[
             str | None,
             typer.Option(
@@ -52,7 +56,18 @@ def add(app: typer.Typer) -> None:
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:
             result = operations.reshard(
-                src, dst, reading, running, dp=dp, tp=tp, max_shard_size=max_shard_size, progress=progress
+                src,
+                dst,
+                reading,
+                running,
+                dp=dp,
+                tp=tp,
+                pp=pp,
+                ep=ep,
+                zero_stage=zero_stage,
+                universal=universal,
+                max_shard_size=max_shard_size,
+                progress=progress,
             )
         report.show(result, as_json=json, quiet=quiet, verbose=verbose)
         return 0

@@ -81,6 +81,12 @@ TARGETS: dict[str, Target] = {
         reshards=frozenset({"dp", "tp"}),
         own_names=True,
     ),
+    "deepspeed": Target(
+        "a DeepSpeed folder",
+        one_step_a_group=True,
+        flags=frozenset({"dp", "zero_stage", "universal"}),
+        reshards=frozenset({"dp", "tp", "pp", "ep", "zero_stage", "universal"}),
+    ),
     "torchtitan": Target("a torchtitan folder", flags=frozenset({"dp", "tp"}), naming="torchtitan"),
     "accelerate": Target(
         "an Accelerate folder",

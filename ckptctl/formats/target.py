@@ -98,6 +98,8 @@ class Target:
     holds_state: bool = True
     holds_averages: bool = False
     is_folder_of_weights: bool = False
+    one_step_a_group: bool = False
+    """Whether a param group has one step for all its parameters."""
     flags: frozenset[str] = frozenset()
     reshards: frozenset[str] = frozenset()
     naming: str = ""
@@ -122,6 +124,8 @@ class Choices:
     """Whether a number of ranks was asked for, where that decides what is written."""
     module_prefix: str | None = None
     """The attribute of an outer module under which the target's loader looks for the model."""
+    zero_stage: int = 2
+    universal: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,5 +141,7 @@ class Written:
     tensors: Mapping[Key, Tensor] = field(default_factory=dict)
     sources: tuple[Source, ...] = ()
     variant: str = ""
+    casts: frozenset[tuple[str, str]] = frozenset()
+    """Casts that the target itself asks for, by (source, target) type."""
     decided: frozenset[str] = frozenset()
     """Parts of the report about which the writer's lines stand alone: what it made of them was not known before."""

@@ -149,6 +149,20 @@ def _tied(
     return {(pair[0], "weight"): mine[pair[1], "weight"]}
 
 
+def _own_masters(
+    checkpoint: Checkpoint, mine: Mapping[tuple[str, str], Key], other: Mapping[tuple[str, str], Key]
+) -> dict[tuple[str, str], Key]:
+    """A float32 weight stands for its master where this side keeps none and the other does: it is what is updated."""
+    out = {}
+    for name, kind in other:
+        weight = mine.get((name, "weight"))
+        if kind != MASTER or (name, kind) in mine or weight is None:
+            continue
+        if checkpoint.tensors[weight].dtype.name == "float32":
+            out[name, kind] = weight
+    return out
+
+
 def _tensors(
     left: TensorReader, right: TensorReader, what: Comparison, found: _Found, progress: Callable[[Any], None] | None
 ) -> None:
@@ -157,6 +171,7 @@ def _tensors(
         if not any(fnmatchcase(name, g) for name, _ in (*a, *b)):
             raise Usage(f"--only {g!r} matches no tensor of either", fix="see the names with `ckptctl ls`")
     a, b = {**a, **_tied(left.checkpoint, a, b)}, {**b, **_tied(right.checkpoint, b, a)}
+    a, b = {**a, **_own_masters(left.checkpoint, a, b)}, {**b, **_own_masters(right.checkpoint, b, a)}
     total = sum(left.checkpoint.tensors[k].nbytes for k in a.values())
     done = 0
     for name in [*a, *(n for n in b if n not in a)]:

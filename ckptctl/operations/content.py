@@ -51,6 +51,8 @@ class Conversion:
     """Folders of adapters that are merged into the weights, in order."""
     names: str | None = None
     module_prefix: str | None = None
+    zero_stage: int | None = None
+    universal: bool = False
 
     @property
     def target(self) -> Target:
@@ -58,7 +60,7 @@ class Conversion:
         return TARGETS[self.to]
 
 
-LAYOUT_FLAGS = ("dp", "tp", "index_keys", "bare", "names", "module_prefix")
+LAYOUT_FLAGS = ("dp", "tp", "index_keys", "bare", "names", "module_prefix", "zero_stage", "universal")
 """Fields of Conversion that are not for every target. max_shard_size has a default: it never contradicts."""
 
 
@@ -70,6 +72,8 @@ def check_flags(wanted: Conversion) -> None:
         raise Usage(f"--dtype {wanted.dtype}: there is no such choice", fix=f"one of {', '.join(DTYPE_CHOICES)}")
     if wanted.weights not in WEIGHT_CHOICES:
         raise Usage(f"--weights {wanted.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
+    if wanted.zero_stage not in (None, 1, 2, 3):
+        raise Usage(f"--zero-stage {wanted.zero_stage}: there is no such stage to write", fix="one of 1, 2, 3")
     if wanted.names not in (None, *NAME_CHOICES):
         raise Usage(f"--names {wanted.names}: there is no such choice", fix=f"one of {', '.join(NAME_CHOICES)}")
     for name in LAYOUT_FLAGS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run,
 from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
-from ckptctl.operations.masters import require_rounded_masters
+from ckptctl.operations.masters import require_equal_steps, require_rounded_masters
 from ckptctl.operations.merging import merged
 from ckptctl.operations.naming import for_target, named_for
 from ckptctl.operations.opening import (
@@ -103,6 +103,8 @@ def convert(
         wanted.bare,
         sharded=wanted.dp is not None,
         module_prefix=wanted.module_prefix,
+        zero_stage=wanted.zero_stage or 2,
+        universal=wanted.universal,
     )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")
@@ -123,6 +125,10 @@ def reshard(
     *,
     dp: int | None = None,
     tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    zero_stage: int | None = None,
+    universal: bool = False,
     max_shard_size: str | None = None,
     progress: OnProgress | None = None,
 ) -> Document:
@@ -143,15 +149,34 @@ def reshard(
             where=source.root,
             fix="`ckptctl convert` writes it in another format",
         )
-    for name, value in {"dp": dp, "tp": tp, "max_shard_size": max_shard_size}.items():
+    asked = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "universal": universal or None}
+    for name, value in {**asked, "max_shard_size": max_shard_size}.items():
         if value is not None and name not in target.reshards:
             flag = f"--{name.replace('_', '-')}"
             raise Usage(f"{flag} does not apply to {source.format}", fix=f"leave {flag} out")
-    wanted = Conversion(source.format, dp=dp, tp=tp, max_shard_size=max_shard_size or "5GB")
+    if source.format == "deepspeed":
+        for axis, size in (("tp", tp), ("pp", pp), ("ep", ep)):
+            if size is not None and size != 1:
+                raise Unsupported(
+                    f"--{axis} {size}: DeepSpeed folders are written over data-parallel ranks alone",
+                    fix=f"leave --{axis} out, or give 1",
+                )
+        tp = None
+        zero_stage = zero_stage or (None if universal else source.layout.get("zero_stage")) or 2
+        dp = dp or source.layout.get("dp")
+    wanted = Conversion(
+        source.format,
+        dp=dp,
+        tp=tp,
+        max_shard_size=max_shard_size or "5GB",
+        zero_stage=zero_stage,
+        universal=universal,
+    )
     check_flags(wanted)
     content, lines = content_of(source, wanted, own_names=True)
     mesh = _mesh(source, dp, tp)
     choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), *mesh, own_names=target.own_names)
+    choices = replace(choices, zero_stage=zero_stage or 2, universal=universal)
     planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))
     document: Document = {
         "schema": "ckptctl.reshard/1",
@@ -245,7 +270,10 @@ def _checked(
     require_whole(index, {i.key for i in items})
     require_equal_copies(content, index, budget)
     require_rounded_masters(content, budget)
+    if TARGETS[to].one_step_a_group:
+        require_equal_steps(content, budget)
     casts = frozenset(Cast(i.tensor.held.name, i.dtype.name) for i in items if i.tensor.held.name != i.dtype.name)
+    casts |= {Cast(*pair) for pair in written.casts}
     plan = Plan(written.files, index, casts, _extent_nbytes(budget))
     _require_possible(plan, dst)
     totals = check(plan)

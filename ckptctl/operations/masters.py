@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptctl.core.checkpoint import MASTER
-from ckptctl.core.errors import Damaged
+from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import Key
-from ckptctl.operations.tensors import TensorReader, typed
+from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
 
 if TYPE_CHECKING:
     from ckptctl.execute import Budget
@@ -59,4 +59,30 @@ def require_rounded_masters(content: Content, budget: Budget) -> None:
                         fix="`--weights model --no-optimizer` takes the weights alone; copy the step again, from one "
                         "save",
                         code="masters-differ",
+                    )
+
+
+def require_equal_steps(content: Content, budget: Budget) -> None:
+    """Unsupported where two parameters of a group count different steps: the target has one for both."""
+    if content.optimizer is None:
+        return
+    with TensorReader(content.source, budget.memory_nbytes // 4) as reader:
+        for number, group in enumerate(content.optimizer.groups):
+            first: tuple[str, object] | None = None
+            for name in group.params:
+                item = content.states.get((name, "step"))
+                if item is not None:
+                    step: object = scalar(reader, item.key)
+                elif (name, "step") in content.optimizer.scalars:
+                    step = as_number(content.optimizer.scalars[name, "step"])
+                else:
+                    continue
+                first = first or (name, step)
+                if step != first[1]:
+                    raise Unsupported(
+                        f"param group {number} has parameters at different steps",
+                        where=content.source.root,
+                        why=f"{first[0]} is at {first[1]}, {name} at {step}: the target has one step a group",
+                        fix="--no-optimizer lets the state go",
+                        code="steps-differ",
                     )

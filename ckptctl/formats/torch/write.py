@@ -8,6 +8,7 @@ torch's numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckptctl.core.checkpoint import EMA, Optimizer
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, Unsupported
-from ckptctl.core.output import OutputFile, Put, Region, Segment
+from ckptctl.core.output import Fill, OutputFile, Put, Region, Segment
 from ckptctl.core.tensor import Key, dense_strides
 from ckptctl.core.values import Array, Global, Held, OrderedPairs, Record, Storage, TensorRef, Tree
 from ckptctl.formats.pickles.emit import dump, storage_class
@@ -24,9 +25,11 @@ from ckptctl.formats.target import Choices, Content, Item, Line, Written
 from ckptctl.formats.zipwrite import torch_zip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 ROOT = "archive"
+Payloads = Put | Region | Sequence[Put | Region | Fill]
+"""What fills a storage: bytes, a tensor or a part of one, or several back to back."""
 
 
 @dataclass
@@ -35,7 +38,7 @@ class TorchTree:
 
     plain: bool = False
     held: Mapping[tuple[str, str], Item] = field(default_factory=dict)
-    fills: dict[str, Put | Region] = field(default_factory=dict)
+    fills: dict[str, Payloads] = field(default_factory=dict)
     made: dict[tuple[Key, str], Storage] = field(default_factory=dict)
     storages: dict[str, Storage] = field(default_factory=dict)
     records: dict[int, Record] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class TorchTree:
             return np.frombuffer(value.data, dtype)[0].item()
         return self.array(Array(name, value.shape, value.data))
 
-    def new_storage(self, dtype: DType, numel: int, nbytes: int, fill: Put | Region) -> Storage:
+    def new_storage(self, dtype: DType, numel: int, nbytes: int, fill: Payloads) -> Storage:
         """A storage under the next number; torch has no class for some dtypes, whose storages are then untyped."""
         typed = bool(dtype.storage)
         storage = Storage(str(len(self.fills)), dtype if typed else None, numel if typed else nbytes, nbytes=nbytes)
@@ -116,7 +119,7 @@ class TorchTree:
             known.pairs = [(self.value(k), self.value(v)) for k, v in tree.pairs]
         return known
 
-    def _fill(self, storage: Storage) -> Put | Region:
+    def _fill(self, storage: Storage) -> Payloads:
         """What fills a storage that was made here. Unsupported for another: its key is a number of the source's."""
         if self.storages.get(storage.key) is not storage:
             raise Unsupported(
@@ -147,9 +150,9 @@ class TorchTree:
         return self._archive(pickle, [self._fill(s) for s in order], root, base_index, full)
 
     def _archive(
-        self, pickle: bytes, fills: Sequence[Put | Region], root: str, base_index: int, full: bool
+        self, pickle: bytes, fills: Sequence[Payloads], root: str, base_index: int, full: bool
     ) -> list[Segment]:
-        records: list[tuple[str, Put | Region]] = [("data.pkl", Put(pickle))]
+        records: list[tuple[str, Payloads]] = [("data.pkl", Put(pickle))]
         if full:
             records += [(".format_version", Put(b"1")), (".storage_alignment", Put(b"64"))]
         records.append(("byteorder", Put(b"little")))
