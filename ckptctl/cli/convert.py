@@ -22,7 +22,7 @@ def add(app: typer.Typer) -> None:
             str,
             typer.Option(
                 "--to",
-                help="The target's format: hf, trainer, torch, dcp, deepspeed, torchtitan, lightning or accelerate.",
+                help="Target: hf, trainer, torch, dcp, deepspeed, torchtitan, lightning, accelerate or megatron.",
                 metavar="FORMAT",
                 show_default=False,
             ),
@@ -51,6 +51,13 @@ def add(app: typer.Typer) -> None:
         tp: options.TP = None,
         zero_stage: options.ZERO_STAGE = None,
         universal: options.UNIVERSAL = False,
+        pp: options.PP = None,
+        vpp: options.VPP = None,
+        ep: options.EP = None,
+        megatron_format: options.MEGATRON_FORMAT = None,
+        optimizer: options.OPTIMIZER = None,
+        vocab_divisor: options.VOCAB_DIVISOR = None,
+        layer_spec: options.LAYER_SPEC = None,
         index_keys: Annotated[
             bool,
             typer.Option("--index-keys", help="torch: key the optimizer's state by torch's numbers, not by names."),
@@ -122,6 +129,13 @@ def add(app: typer.Typer) -> None:
             module_prefix=module_prefix,
             zero_stage=zero_stage,
             universal=universal,
+            pp=pp,
+            vpp=vpp,
+            ep=ep,
+            megatron_format=megatron_format,
+            optimizer=optimizer,
+            vocab_divisor=vocab_divisor,
+            layer_spec=layer_spec,
         )
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:

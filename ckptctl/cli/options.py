@@ -73,6 +73,28 @@ MAX_SHARD_SIZE = Annotated[
 ]
 DP = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel ranks of the result.")]
 TP = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of the result.")]
+VPP = Annotated[int | None, typer.Option("--vpp", min=1, help="Chunks of layers a stage (megatron).")]
+MEGATRON_FORMAT = Annotated[
+    str | None,
+    typer.Option("--megatron-format", help="megatron: torch (classic ranks) or torch_dist.", metavar="FORMAT"),
+]
+OPTIMIZER = Annotated[str | None, typer.Option("--optimizer", help="megatron: plain or distributed.", metavar="KIND")]
+VOCAB_DIVISOR = Annotated[
+    int | None,
+    typer.Option(
+        "--vocab-divisor",
+        min=1,
+        help="megatron: rows of the vocabulary become a multiple of it times tp. The source's, else 128.",
+    ),
+]
+LAYER_SPEC = Annotated[
+    str | None,
+    typer.Option(
+        "--layer-spec",
+        help="megatron: names of megatron-core's local layers or of the Transformer Engine's (local, te).",
+        metavar="SPEC",
+    ),
+]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report on the terminal; errors only.")]
 VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="More detail on stderr.")]
 NO_PROGRESS = Annotated[bool, typer.Option("--no-progress", help="No progress bar.")]

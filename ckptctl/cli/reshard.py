@@ -19,9 +19,14 @@ def add(app: typer.Typer) -> None:
         dp: options.DP = None,
         tp: options.TP = None,
         pp: options.PP = None,
+        vpp: options.VPP = None,
         ep: options.EP = None,
         zero_stage: options.ZERO_STAGE = None,
         universal: options.UNIVERSAL = False,
+        megatron_format: options.MEGATRON_FORMAT = None,
+        optimizer: options.OPTIMIZER = None,
+        vocab_divisor: options.VOCAB_DIVISOR = None,
+        layer_spec: options.LAYER_SPEC = None,
         max_shard_size: Annotated[
             str | None,
             typer.Option(
@@ -68,6 +73,11 @@ def add(app: typer.Typer) -> None:
                 universal=universal,
                 max_shard_size=max_shard_size,
                 progress=progress,
+                vpp=vpp,
+                megatron_format=megatron_format,
+                optimizer=optimizer,
+                vocab_divisor=vocab_divisor,
+                layer_spec=layer_spec,
             )
         report.show(result, as_json=json, quiet=quiet, verbose=verbose)
         return 0

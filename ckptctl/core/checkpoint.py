@@ -156,6 +156,12 @@ class Checkpoint:
     """Whether the format promises that a weight is its master, rounded: what tells a wrong order of flat tensors."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What else the format says of itself, for inspect: versions, loss scale, padding, experts. Plain data."""
+    naming: str = ""
+    """Whose names the tensors have where their format has its own ("megatron"); "" where the names themselves tell."""
+    padding: Mapping[Key, Tensor] = field(default_factory=dict)
+    """Rows after the true vocabulary, by the key of the tensor that they follow, with part "padding"."""
+    native: Mapping[str, Tree] = field(default_factory=dict)
+    """What only the format's own writer takes (args, ranks' random state), by name."""
 
     def of_kind(self, *kinds: str) -> dict[Key, Tensor]:
         """Tensors of those kinds, in order."""
@@ -194,6 +200,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "sched",
         "scheduler_state_dict",
         "lr_scheduler_state_dict",
+        "opt_param_scheduler",
     ),
     "rng": ("rng", "rng_state", "rng_states", "random_state", "random_states"),
     "counters": (
@@ -212,6 +219,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "global_samples",
         "skipped_steps",
         "loops",
+        "num_floating_point_operations_so_far",
     ),
 }
 ADAPTER = "adapter_config"

@@ -51,11 +51,15 @@ class Reader(Protocol):
     read: Callable[[Path, Hints], Checkpoint]
 
 
-FORMATS = ("deepspeed", "foreign", "trainer", "accelerate", "lightning", "dcp", "hf", "torch")
+FORMATS = ("deepspeed", "megatron", "foreign", "trainer", "accelerate", "lightning", "dcp", "hf", "torch")
 """Every format with a read module, in order of detection.
 
 `foreign` knows what others look like that cannot be read yet.
 """
+
+MEGATRON_FLAGS = frozenset(
+    {"dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "layer_spec"}
+)
 
 TARGETS: dict[str, Target] = {
     "hf": Target(
@@ -101,6 +105,13 @@ TARGETS: dict[str, Target] = {
         flags=frozenset({"dp", "module_prefix"}),
         reshards=frozenset({"dp"}),
         own_names=True,
+    ),
+    "megatron": Target(
+        "a Megatron run's folder",
+        flags=MEGATRON_FLAGS,
+        reshards=MEGATRON_FLAGS,
+        naming="megatron",
+        one_step=True,
     ),
 }
 """Every format with a write module, by the name that --to takes."""

@@ -98,6 +98,8 @@ class Target:
     holds_state: bool = True
     holds_averages: bool = False
     is_folder_of_weights: bool = False
+    one_step: bool = False
+    """It counts updates of the optimizer once for all parameters."""
     one_step_a_group: bool = False
     """Whether a param group has one step for all its parameters."""
     flags: frozenset[str] = frozenset()
@@ -126,6 +128,16 @@ class Choices:
     """The attribute of an outer module under which the target's loader looks for the model."""
     zero_stage: int = 2
     universal: bool = False
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    megatron_format: str | None = None
+    optimizer: str | None = None
+    """plain or distributed; None: the source's, else by dp."""
+    vocab_divisor: int | None = None
+    layer_spec: str | None = None
+    updates: int | None = None
+    """How often the optimizer updated every parameter alike, for targets that say it once."""
 
 
 @dataclass(frozen=True)

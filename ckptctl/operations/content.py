@@ -53,6 +53,13 @@ class Conversion:
     module_prefix: str | None = None
     zero_stage: int | None = None
     universal: bool = False
+    pp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    megatron_format: str | None = None
+    optimizer: str | None = None
+    vocab_divisor: int | None = None
+    layer_spec: str | None = None
 
     @property
     def target(self) -> Target:
@@ -60,7 +67,10 @@ class Conversion:
         return TARGETS[self.to]
 
 
-LAYOUT_FLAGS = ("dp", "tp", "index_keys", "bare", "names", "module_prefix", "zero_stage", "universal")
+LAYOUT_FLAGS = (
+    "dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "layer_spec", "index_keys", "bare",
+    "names", "module_prefix", "zero_stage", "universal",
+)  # fmt: skip
 """Fields of Conversion that are not for every target. max_shard_size has a default: it never contradicts."""
 
 
@@ -409,7 +419,7 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
         names = by_part.get(part, [])
         label = {"rng": "random state", "other": "other values"}.get(part, part)
         if not names:
-            if part != "other":
+            if part != "other" and part not in map(part_of, source.native):
                 lines.append(Line(label, "absent", "the source has none"))
             continue
         kept = [n for n in names if n in out]
@@ -421,6 +431,7 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
         lines.append(
             Line(label, "carried" if kept else "dropped", ", ".join(names) if kept else f"{', '.join(names)}: {why}")
         )
+    lines += _native(source, wanted)
     if source.model_values:
         fate = "dropped" if wanted.target.is_folder_of_weights else "carried"
         lines.append(
@@ -432,6 +443,23 @@ def _values(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[s
             )
         )
     return out
+
+
+def _native(source: Checkpoint, wanted: Conversion) -> list[Line]:
+    """What becomes of things that only the source's own format holds, where the target is another.
+
+    Into its own format it is the writer that says what became of them.
+    """
+    if source.format == wanted.to:
+        return []
+    lines = []
+    if source.native:
+        why = f"only {source.format} checkpoints have them, for their own mesh"
+        lines.append(Line("the run's own values", "dropped", f"{', '.join(source.native)}: {why}"))
+    if source.padding:
+        rows = ", ".join(f"{t.shape[0]} rows after {k.name}" for k, t in source.padding.items() if k.kind in WEIGHTS)
+        lines.append(Line("vocabulary padding", "dropped", f"{rows}, and their states: not in the true vocabulary"))
+    return lines
 
 
 def _second_name(source: Checkpoint, weights: dict[str, Item], wanted: Conversion, lines: list[Line]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ckptctl.execute import Budget, Job, Outcome, Progress, fitted, reread, run,
 from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.operations.content import Conversion, check_flags, content_of
-from ckptctl.operations.masters import require_equal_steps, require_rounded_masters
+from ckptctl.operations.masters import count_of_updates, require_equal_steps, require_rounded_masters
 from ckptctl.operations.merging import merged
 from ckptctl.operations.naming import for_target, named_for
 from ckptctl.operations.opening import (
@@ -97,7 +97,7 @@ def convert(
     lines = [*adapters, *lines, *renamings]
     choices = Choices(
         parse_size(wanted.max_shard_size, "--max-shard-size"),
-        wanted.dp or 1,
+        wanted.dp or wanted.ep or 1,
         wanted.tp or 1,
         wanted.index_keys,
         wanted.bare,
@@ -105,6 +105,13 @@ def convert(
         module_prefix=wanted.module_prefix,
         zero_stage=wanted.zero_stage or 2,
         universal=wanted.universal,
+        pp=wanted.pp or 1,
+        vpp=wanted.vpp or 1,
+        ep=wanted.ep or 1,
+        megatron_format=wanted.megatron_format,
+        optimizer=wanted.optimizer,
+        vocab_divisor=wanted.vocab_divisor,
+        layer_spec=wanted.layer_spec,
     )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")
@@ -131,6 +138,7 @@ def reshard(
     universal: bool = False,
     max_shard_size: str | None = None,
     progress: OnProgress | None = None,
+    **flags: Any,
 ) -> Document:
     """Write src in its own format under another layout at dst (schema ckptctl.reshard/1). What no flag changes is kept.
 
@@ -150,7 +158,7 @@ def reshard(
             fix="`ckptctl convert` writes it in another format",
         )
     asked = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "universal": universal or None}
-    for name, value in {**asked, "max_shard_size": max_shard_size}.items():
+    for name, value in {**asked, **flags, "max_shard_size": max_shard_size}.items():
         if value is not None and name not in target.reshards:
             flag = f"--{name.replace('_', '-')}"
             raise Usage(f"{flag} does not apply to {source.format}", fix=f"leave {flag} out")
@@ -161,22 +169,34 @@ def reshard(
                     f"--{axis} {size}: DeepSpeed folders are written over data-parallel ranks alone",
                     fix=f"leave --{axis} out, or give 1",
                 )
-        tp = None
+        tp = pp = ep = None
         zero_stage = zero_stage or (None if universal else source.layout.get("zero_stage")) or 2
         dp = dp or source.layout.get("dp")
     wanted = Conversion(
         source.format,
         dp=dp,
         tp=tp,
+        pp=pp,
+        ep=ep,
         max_shard_size=max_shard_size or "5GB",
         zero_stage=zero_stage,
         universal=universal,
+        **flags,
     )
     check_flags(wanted)
     content, lines = content_of(source, wanted, own_names=True)
-    mesh = _mesh(source, dp, tp)
-    choices = Choices(parse_size(wanted.max_shard_size, "--max-shard-size"), *mesh, own_names=target.own_names)
-    choices = replace(choices, zero_stage=zero_stage or 2, universal=universal)
+    mesh = _mesh(source, wanted)
+    choices = Choices(
+        parse_size(wanted.max_shard_size, "--max-shard-size"),
+        own_names=target.own_names,
+        zero_stage=zero_stage or 2,
+        universal=universal,
+        megatron_format=wanted.megatron_format,
+        optimizer=wanted.optimizer,
+        vocab_divisor=wanted.vocab_divisor,
+        layer_spec=wanted.layer_spec,
+    )
+    choices = replace(choices, **mesh)  # type: ignore[arg-type]
     planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))
     document: Document = {
         "schema": "ckptctl.reshard/1",
@@ -184,18 +204,24 @@ def reshard(
         "target": {
             "format": source.format,
             "path": str(dst),
-            "layout": dict(zip(("dp", "tp"), mesh, strict=True)) if "dp" in target.reshards else {},
+            "layout": {a: n for a, n in mesh.items() if a in target.reshards},
         },
     }
     return _run(planned, document, running, budget, progress)
 
 
-def _mesh(source: Checkpoint, dp: int | None, tp: int | None) -> tuple[int, int]:
-    """(dp, tp) of a result: the source's own where no flag says otherwise. --dp alone is a mesh of one axis."""
-    if dp is not None:
-        return dp, tp or 1
-    own = source.layout.get("dp") or source.layout.get("world_size") or 1
-    return own, tp or source.layout.get("tp") or 1
+def _mesh(source: Checkpoint, wanted: Conversion) -> dict[str, int]:
+    """The result's axes: the source's own where no flag says otherwise. --dp alone is a DCP's mesh of one axis."""
+    own = source.layout
+    dp = wanted.dp or own.get("dp") or own.get("world_size") or 1
+    if "vpp" not in TARGETS[source.format].reshards:
+        return {"dp": dp, "tp": wanted.tp or (1 if wanted.dp else own.get("tp") or 1)}
+    axes = {a: getattr(wanted, a) or own.get(a) or 1 for a in ("tp", "pp", "vpp", "ep")}
+    if wanted.pp is not None and wanted.vpp is None and wanted.pp == 1:
+        axes["vpp"] = 1  # one stage has no chunks of its own
+    if wanted.dp is None and dp % axes["ep"]:
+        dp = axes["ep"]
+    return {"dp": dp, **axes}
 
 
 def _opened(src: Path | str, reading: Reading | None) -> tuple[Checkpoint, Any]:
@@ -262,6 +288,8 @@ def _checked(
     fingerprint: dict[str, str],
 ) -> Planned:
     source = content.source
+    if TARGETS[to].one_step:
+        choices = replace(choices, updates=count_of_updates(content, budget))
     written: Written = import_module(f"ckptctl.formats.{to}.write").write(content, choices)
     tensors = {**with_operands(source.tensors), **written.tensors}
     sources = (*source.sources, *written.sources)

@@ -104,7 +104,7 @@ def _kinds(checkpoint: Checkpoint) -> Document:
 def _state(checkpoint: Checkpoint) -> dict[str, str]:
     """Each part of a training state: present, partial or absent."""
     weights = {k.name for k in checkpoint.tensors if k.kind in WEIGHTS and k.name not in checkpoint.ties}
-    parts = {part_of(name) for name in checkpoint.values}
+    parts = {part_of(name) for name in (*checkpoint.values, *checkpoint.native)}
     by_kind: dict[str, set[str]] = {}
     for key in checkpoint.tensors:
         if is_state(key):

@@ -86,3 +86,25 @@ def require_equal_steps(content: Content, budget: Budget) -> None:
                         fix="--no-optimizer lets the state go",
                         code="steps-differ",
                     )
+
+
+def count_of_updates(content: Content, budget: Budget) -> int | None:
+    """How often the optimizer updated every parameter; None where nothing says it. Unsupported where counts differ."""
+    if content.optimizer is None or not content.states:
+        return None
+    first: tuple[str, object] | None = None
+    with TensorReader(content.source, budget.memory_nbytes // 4) as reader:
+        steps = {n: scalar(reader, i.key) for (n, kind), i in content.states.items() if kind == "step"}
+    scalars = content.optimizer.scalars
+    steps |= {n: as_number(v) for (n, kind), v in scalars.items() if kind == "step" and n not in steps}
+    for name, step in steps.items():
+        first = first or (name, step)
+        if step != first[1]:
+            raise Unsupported(
+                "parameters were updated a different number of times",
+                where=content.source.root,
+                why=f"{first[0]} is at {first[1]!r}, {name} at {step!r}: the target has one count for all",
+                fix="--no-optimizer lets the state go",
+                code="steps-differ",
+            )
+    return None if first is None or not isinstance(first[1], (int, float)) else int(first[1])

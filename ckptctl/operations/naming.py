@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 def naming_of(checkpoint: Checkpoint) -> str:
     """The naming of a checkpoint: of its optimizer's state where that differs from its weights'."""
+    if checkpoint.naming:
+        return checkpoint.naming
     every = [k.name for k in checkpoint.tensors if k.kind != OTHER]
     if names.looks_like_torchtitan(k.name for k in checkpoint.tensors if k.kind in WEIGHTS):
         return "torchtitan"
@@ -103,28 +105,35 @@ def natives_of(checkpoint: Checkpoint, naming: str, present: Iterable[str] = ())
         )
     if naming == "torchtitan":
         return names.torchtitan(found, present)
+    if naming == "megatron":
+        return names.megatron(found, head=not {"output_layer.weight", "lm_head.weight"}.isdisjoint(present))
     return names.in_memory(found, "module5" if naming == "module5" else "module4")
 
 
 def _called(naming: str) -> str:
-    return {"torchtitan": "torchtitan's", "module5": "Transformers 5's", "module4": "Transformers 4's"}[naming]
+    return {
+        "torchtitan": "torchtitan's",
+        "megatron": "Megatron's",
+        "module5": "Transformers 5's",
+        "module4": "Transformers 4's",
+    }[naming]
 
 
 def as_hub(checkpoint: Checkpoint, naming: str) -> Checkpoint:
     """The checkpoint under the hub's names."""
     present = {k.name for k in checkpoint.tensors}
     natives = [n for n in natives_of(checkpoint, naming, present) if n.name in present]
-    if naming == "torchtitan":
-        _require_known(checkpoint, {n.name for n in natives})
-    return renamed(checkpoint, to_hub(natives))
+    if naming in ("torchtitan", "megatron"):
+        _require_known(checkpoint, {n.name for n in natives}, naming)
+    return replace(renamed(checkpoint, to_hub(natives)), naming="")
 
 
-def _require_known(checkpoint: Checkpoint, known: set[str]) -> None:
+def _require_known(checkpoint: Checkpoint, known: set[str], naming: str) -> None:
     """Damaged where a weight has a name that is none of the naming's: it would go on under a name that nobody knows."""
     unknown = [k.name for k in checkpoint.tensors if k.kind in WEIGHTS and k.name not in known]
     if unknown:
         raise Damaged(
-            f"{len(unknown)} weights have names that torchtitan's model has not: {', '.join(unknown[:4])}",
+            f"{len(unknown)} weights have names that {_called(naming)} model has not: {', '.join(unknown[:4])}",
             where=checkpoint.root,
             fix="check the config (--model-config), leave them out where the checkpoint is made, or give --key-map",
             code="names-unknown",
@@ -143,7 +152,8 @@ def renamed(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> Checkpoint:
     ties = {plain.get(a, a): plain.get(o, o) for a, o in checkpoint.ties.items() if a not in gone and o not in gone}
     optimizer = None if checkpoint.optimizer is None else regrouped(checkpoint.optimizer, recipes)
     tensors = {k: replace(m.tensor, key=k) for k, m in made.items()}
-    return replace(checkpoint, tensors=tensors, optimizer=optimizer, ties=ties, entries=())
+    padding = {k._replace(name=plain.get(k.name, k.name)): t for k, t in checkpoint.padding.items()}
+    return replace(checkpoint, tensors=tensors, optimizer=optimizer, ties=ties, entries=(), padding=padding)
 
 
 def require_equal(checkpoint: Checkpoint, sets: Iterable[tuple[Key, ...]]) -> None:
@@ -163,11 +173,11 @@ def require_equal(checkpoint: Checkpoint, sets: Iterable[tuple[Key, ...]]) -> No
 
 def named_for(content: Content, naming: str) -> tuple[Content, list[Line]]:
     """What a target is to hold, from the hub's names to its own. Line says what became others."""
-    natives = natives_of(content.source, naming)
+    natives = natives_of(content.source, naming, content.weights)
     held = {n for n, _ in content.states} | set(content.weights)
     natives = [n for n in natives if any(p.hub.name in held for p in n.parts)]
-    if naming == "torchtitan":
-        _require_nameable(content, {p.hub.name for n in natives for p in n.parts})
+    if naming in ("torchtitan", "megatron"):
+        _require_nameable(content, {p.hub.name for n in natives for p in n.parts}, naming)
     recipes = from_hub(natives)
     if not recipes:
         return content, []
@@ -198,11 +208,11 @@ def named_for(content: Content, naming: str) -> tuple[Content, list[Line]]:
     return changed, [Line("names", "written", detail)]
 
 
-def _require_nameable(content: Content, known: set[str]) -> None:
+def _require_nameable(content: Content, known: set[str], naming: str) -> None:
     unknown = [n for n in content.weights if n not in known]
     if unknown:
         raise MissingFact(
-            f"torchtitan has no name for {len(unknown)} of the weights: {', '.join(unknown[:4])}",
+            f"{_called(naming)} model has no name for {len(unknown)} of the weights: {', '.join(unknown[:4])}",
             where=content.source.root,
             why="they are none of the model's that the config describes",
             fix="leave them out with --exclude, or check the config (--model-config)",

@@ -141,8 +141,9 @@ STEP_FOLDERS = ("step-", "step_", "checkpoint-", "checkpoint_", "global_step", "
 """How runs name the folders of their steps: a prefix and a number."""
 
 
-TRACKERS = ("latest", "latest_universal")
-"""Files in which a run names its last whole step. Source: DeepSpeed 0.19.8, runtime/engine.py, save_checkpoint."""
+TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+"""Files in which a run names its last whole step. Source: DeepSpeed 0.19.8, runtime/engine.py, save_checkpoint;
+Megatron-LM core_v0.16.1, training/checkpointing.py, get_checkpoint_tracker_filename."""
 
 
 def steps_of(path: Path) -> dict[int, Path]:

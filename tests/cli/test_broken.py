@@ -132,9 +132,7 @@ def test_hostile_pickles_are_shown_and_refused(name, tmp_path):
         assert found["unsafe"][0]["global"] in error["what"]
 
 
-FOREIGN = {
-    "megatron/legacy_tp2pp2_distopt_dp2": "Megatron",
-}
+FOREIGN = {}
 BESIDE = {
     "orbax/pytree-ocdbt": "Orbax",
     "orbax/manager-composite": "Orbax",
@@ -144,10 +142,10 @@ BESIDE = {
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", [*FOREIGN, *BESIDE])
+@pytest.mark.parametrize("name", [*BESIDE])
 def test_frameworks_that_are_not_read_yet_are_named(name, tmp_path):
-    word = {**FOREIGN, **BESIDE}[name]
-    path = fixture(name) if name.startswith(("hf", "megatron")) else ckpt(name)
+    word = BESIDE[name]
+    path = ckpt(name)
     for words in (
         ["inspect", path],
         ["convert", path, tmp_path / "out", "--to", "hf"],
@@ -206,7 +204,7 @@ def test_a_format_that_is_forced_on_another_fails_in_words(from_, tmp_path):
     ]
     for path in paths:
         assert ckptctl("inspect", path, "--from", from_, "--json").code in (0, 3)
-    refused("inspect", paths[0], "--from", "megatron", code=2)
+    refused("inspect", paths[0], "--from", "nemo", code=2)
     refused("inspect", tmp_path / "none", "--from", from_)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import EMA, OTHER, Entry, Optimizer, PathKey
 from ckptctl.core.errors import Unsupported
-from ckptctl.core.output import OutputFile, Put, Region, Segment
+from ckptctl.core.output import Fill, OutputFile, Put, Region, Segment
 from ckptctl.core.values import Array, Global, Held, Record, Tree
 from ckptctl.formats.dcp.cut import Mesh, box_of
 from ckptctl.formats.dcp.metadata import NAME
@@ -43,6 +43,11 @@ class Named:
     item: Item | None = None
     value: Tree = None
     held: Mapping[tuple[str, str], Item] = field(default_factory=dict)
+    whole: tuple[int, ...] = ()
+    """The shape of the tensor where item is only its rows from `first` on: others of that name have the rest."""
+    first: int = 0
+    filled: str = ""
+    """Why its elements are zeros, "" where they are the item's."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -222,7 +227,7 @@ def _goes_down(values: Sequence[Tree]) -> bool:
 def _unique(named: Sequence[Named]) -> None:
     seen: set[str] = set()
     for n in named:
-        if n.name in seen:
+        if n.name in seen and not n.first:
             raise Unsupported(
                 f"two items of the result would be called {n.name}",
                 fix="leave one out with --exclude",
@@ -251,13 +256,20 @@ def _of_rank(named: Sequence[Named], rank: int, mesh: Mesh) -> Iterator[Chunk]:
                 continue
             if not shape or n.item.key.kind == "step" or mesh.ranks == 1:
                 if rank == 0:
-                    yield Chunk(n, (0,) * len(shape), shape, n.item.region(crc=True))
+                    yield _cut(n, (0,) * len(shape), shape)
                 continue
             box = box_of(shape, mesh, rank, _axis(n.item) if mesh.tp > 1 else None, number)
             if box is not None:
-                yield Chunk(n, box.lo, box.size, n.item.box(box.lo, box.size, crc=True))
+                yield _cut(n, box.lo, box.size)
         elif rank == 0 and _is_array(n.value):
             yield Chunk(n, (0,) * len(n.value.shape), n.value.shape, None)
+
+
+def _cut(named: Named, lo: tuple[int, ...], size: tuple[int, ...]) -> Chunk:
+    """A box of an item as a chunk of the tensor that it is rows of."""
+    assert named.item is not None
+    at = (lo[0] + named.first, *lo[1:]) if lo else lo
+    return Chunk(named, at, size, None if named.filled else named.item.box(lo, size, crc=True))
 
 
 def _axis(item: Item) -> int | None:
@@ -274,10 +286,15 @@ def _is_array(value: Tree) -> bool:
 
 def _item(chunk: Chunk, base_index: int) -> list[Segment]:
     """One item: a complete torch archive."""
-    made = TorchTree(held=chunk.named.held)
-    tree = (
-        made.tensor(chunk.named.item, chunk.region) if chunk.named.item is not None else made.value(chunk.named.value)
-    )
+    made, named = TorchTree(held=chunk.named.held), chunk.named
+    if named.item is None:
+        tree = made.value(named.value)
+    elif named.filled:
+        tree = made.packed(
+            named.item.dtype, chunk.size, [Fill(named.item.dtype.nbytes(chunk.size), b"\0", named.filled)]
+        )
+    else:
+        tree = made.tensor(named.item, chunk.region)
     return made.segments(tree, base_index=base_index, full=False)
 
 
@@ -329,6 +346,7 @@ def _metadata(named: Sequence[Named], places: Sequence[tuple[str, Sequence[Chunk
     state = {
         n.name: _object(_META, "BytesStorageMetadata", None) if _is_object(n) else _tensor_metadata(n, chunks[n.name])
         for n in named
+        if not n.first
     }
     return _object(
         _META,
@@ -362,7 +380,9 @@ def _index(name: str, offset: Tree, number: int | None) -> Record:
 
 def _tensor_metadata(named: Named, chunks: list[Tree]) -> Tree:
     dtype, shape = (
-        (named.item.dtype.name, named.item.shape) if named.item is not None else (named.value.dtype, named.value.shape)
+        (named.item.dtype.name, named.whole or named.item.shape)
+        if named.item is not None
+        else (named.value.dtype, named.value.shape)
     )
     # By its constructor, the same since torch 2.1: its state would name an enum that releases before 2.3 lack.
     properties = Record(_name(_META, "TensorProperties"), (_name("torch", dtype),))

@@ -23,10 +23,9 @@ def _any(folder: Path, *patterns: str) -> str:
 
 
 SIGNS: tuple[tuple[str, Callable[[Path], str]], ...] = (
-    ("a Megatron checkpoint", lambda p: _any(p, "latest_checkpointed_iteration.txt", "mp_rank_*", "iter_*")),
     (
-        "a Megatron torch_dist checkpoint",
-        lambda p: _any(p, "common.pt", "metadata.json") if (p / ".metadata").is_file() else "",
+        "a Megatron torch_dist checkpoint without its common.pt",
+        lambda p: _any(p, "metadata.json") if (p / ".metadata").is_file() else "",
     ),
     (
         "an Orbax checkpoint",
@@ -70,7 +69,9 @@ def detect(path: Path) -> Evidence | None:
     return None
 
 
-_FIX = "read here are: Hugging Face folders (safetensors, .bin), torch files, PyTorch DCP folders, and DeepSpeed's"
+_FIX = (
+    "read here are: Hugging Face folders (safetensors, .bin), torch files, PyTorch DCP folders, DeepSpeed's, Megatron's"
+)
 
 
 def read(path: Path, hints: Hints) -> Checkpoint:

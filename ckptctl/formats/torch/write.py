@@ -58,6 +58,12 @@ class TorchTree:
                 self.made[item.key, item.dtype.name] = storage
         return TensorRef(storage, item.dtype, 0, region.size, dense_strides(region.size, 1))
 
+    def packed(self, dtype: DType, shape: tuple[int, ...], fill: Sequence[Put | Region | Fill]) -> TensorRef:
+        """A tensor in a storage of its own, filled by several runs back to back."""
+        numel = math.prod(shape)
+        storage = self.new_storage(dtype, numel, dtype.nbytes(shape), fill)
+        return TensorRef(storage, dtype, 0, shape, dense_strides(shape, 1))
+
     def array(self, value: Array) -> TensorRef:
         """A value's small tensor: its bytes stand in the plan."""
         dtype = BY_NAME[value.dtype]

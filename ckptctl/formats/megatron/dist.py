@@ -1,0 +1,264 @@
+"""Reads torch_dist: a DCP without paths, common.pt beside it, layers stacked or apart, optimizers in several forms.
+
+Source: Megatron-LM core_v0.16.1, core/dist_checkpointing/strategies/torch.py, core/optimizer/distrib_optimizer.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptctl.core.checkpoint import UnsafeGlobal
+from ckptctl.core.dtype import packed
+from ckptctl.core.errors import Damaged, MissingFile, Unsupported
+from ckptctl.core.remake import Native, remade, to_hub
+from ckptctl.core.tensor import Key, Part, Source, Tensor
+from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
+from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
+from ckptctl.formats.megatron import flat, model
+from ckptctl.formats.megatron.classic import Found, number_of
+from ckptctl.formats.megatron.facts import of_namespace
+from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
+from ckptctl.formats.megatron.groups import Part as Chained
+from ckptctl.formats.torchfile.read import open_torch
+from ckptctl.formats.torchtensor import map_leaves, read_array
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ckptctl.core.values import Tree
+    from ckptctl.formats import Hints
+
+COMMON = "common.pt"
+STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq|[a-z_0-9]+)\.(.+)")
+_KINDS = {"param": "master", "fp32_param": "master"}
+_OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
+_STACK = re.compile(r"decoder\.layers\.(?!\d)(.+)")
+_SINGLE = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERTS = "mlp.experts.experts."
+
+
+def read(path: Path, hints: Hints) -> Found:
+    """The folder of one iteration. Unsupported for optimizers in a form that is not known, naming it."""
+    if not (path / COMMON).is_file():
+        raise MissingFile(f"{COMMON} is missing", where=str(path), fix="copy the file")
+    with FileBytes(path / COMMON, name=COMMON) as reader:
+        opened = open_torch(reader)
+        root = map_leaves(opened.root, lambda ref, _: read_array(ref, reader))
+        nbytes = reader.nbytes
+    if not isinstance(root, dict):
+        root = {}
+        if not opened.unsafe:
+            raise Damaged(f"{COMMON} holds no dict", where=str(path), code="root-damaged")
+    facts = replace(of_namespace(root.get("args"), COMMON), given=hints.facts.config or {})
+    out = Found(facts, "torch_dist", fused=True)
+    out.unsafe += [UnsafeGlobal(COMMON, str(f.name), f.why) for f in opened.unsafe]
+    out.unknown.update(str(f.name) for f in opened.unknown)
+    with FileBytes(path / NAME, name=NAME) as reader:
+        index = read_index(reader)
+        out.sizes += [(COMMON, nbytes), (NAME, reader.nbytes)]
+    out.unsafe += index.unsafe
+    for name in index.files:
+        out.sources.append(Source(name))
+        out.sizes.append((name, (path / name).stat().st_size if (path / name).is_file() else 0))
+    out.layer_keys = any(_SINGLE.fullmatch(n) for n in index.items)
+    folder = _Folder(path, index, out)
+    iteration = root.get("iteration")
+    out.iteration = iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else None
+    _weights(folder, out)
+    if root.get("optimizer") is not None:
+        _optimizer(root["optimizer"], folder, out)
+    _values(root, folder, out)
+    return out
+
+
+class _Folder:
+    """The index of a folder while it is read, and its tensors by key of the file."""
+
+    def __init__(self, path: Path, index: Index, out: Found) -> None:
+        self.path, self.index, self.out = path, index, out
+        self.files = DataFiles(path, index.files)
+        self.heads = Heads(self.files)
+
+    def tensor(self, name: str, key: Key) -> Tensor:
+        """A tensor of the index under a key."""
+        chunks = self.index.items[name]
+        if not isinstance(chunks, Chunks):
+            raise Damaged(f"{name} is no tensor", where=NAME, code="metadata-damaged")
+        if chunks.codec:
+            raise Unsupported(f"{name} is compressed, as Megatron does not write", where=NAME)
+        return Tensor(key, packed(chunks.dtype), chunks.shape, LazyTable(chunks, self.heads, chunks.file))
+
+    def object(self, item: ByteItem) -> Tree:
+        """The value of a byte item: Megatron saves a list of one."""
+        tree, opened = read_object(item, self.files)
+        if opened is not None:
+            where = f"{self.files.names[item.file]} ({item.name})"
+            self.out.unsafe += [UnsafeGlobal(where, str(f.name), f.why) for f in opened.unsafe]
+            self.out.unknown.update(str(f.name) for f in opened.unknown)
+        return tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
+
+
+def _weights(folder: _Folder, out: Found) -> None:
+    """Weights and states that have the model's keys."""
+    raw: dict[Key, Tensor] = {}
+    for name, item in folder.index.items.items():
+        if not isinstance(item, Chunks) or ".gbuf_idx_" in name:
+            continue
+        found = STATE.fullmatch(name)
+        kind, key = (_KINDS.get(found[1], found[1]), found[2]) if found else ("weight", name)
+        if not found and name.startswith(("optimizer.", "chained_")):
+            raise Unsupported(
+                f"{name} is of an optimizer's form that is not read",
+                where=NAME,
+                fix="save with --dist-ckpt-optim-fully-reshardable",
+                code="optimizer-unknown",
+            )
+        key = key.removeprefix("module.").removeprefix("model.")
+        raw[Key(key, kind)] = folder.tensor(name, Key(key, kind))
+    out.has_optimizer = any(k.kind != "weight" for k in raw)
+    natives = [_native(k.name, raw) for k in raw if k.kind == "weight"]
+    natives += [_native(k.name, raw) for k in raw if k.kind != "weight" and Key(k.name) not in raw]
+    made = remade(raw, to_hub(natives))
+    half = {k.name for k, m in made.items() if k.kind == "weight" and m.tensor.dtype.name != "float32"}
+    out.tensors = {
+        k: replace(m.tensor, key=k) for k, m in made.items() if not (k.kind == "master" and k.name not in half)
+    }
+
+
+def _native(key: str, raw: Mapping[Key, Tensor]) -> Native:
+    """A key of the file as tensors of the package's naming: stacked layers and experts come apart."""
+    tensor = raw.get(Key(key)) or next(t for k, t in raw.items() if k.name == key)
+    stack, single = _STACK.fullmatch(key), _SINGLE.fullmatch(key)
+    tail = stack[1] if stack else single[2] if single else ""
+    axes = 1 if stack else 0
+    experts = tail.startswith(_EXPERTS) and re.match(r"linear_fc[12]\.", tail[len(_EXPERTS) :]) is not None
+    axes += 1 if experts else 0
+    if len(tensor.shape) < axes or any(n > 100_000 for n in tensor.shape[:axes]):
+        raise Damaged(f"{key} has shape {tensor.shape}", where=NAME, why="its first axes are layers and experts")
+    inner = tensor.shape[axes:]
+    names = []
+    for at in _indices(tensor.shape[:axes]):
+        layer = at[0] if stack else int(single[1]) if single else 0
+        names.append(model.local_name(_named(key, tail, layer, at[-1] if experts else None)))
+    if not axes:
+        return Native.renamed(key, names[0], tensor.shape)
+    parts = []
+    for at, name in zip(_indices(tensor.shape[:axes]), names, strict=True):
+        size = (*(1,) * axes, *inner)
+        lo = (*at, *(0,) * len(inner))
+        parts.append(Part(Key(name), tensor.shape, lo, size, size, (0,) * len(size), tuple(range(len(size)))))
+    return Native(key, tensor.shape, tuple(parts), (inner,) * len(parts))
+
+
+def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = [()]
+    for n in shape:
+        out = [(*at, i) for at in out for i in range(n)]
+    return out
+
+
+def _named(key: str, tail: str, layer: int, expert: int | None) -> str:
+    if not tail:
+        return key
+    if expert is not None:
+        tail = f"mlp.experts.local_experts.{expert}.{tail[len(_EXPERTS) :]}"
+    tail = re.sub(r"^mlp\.experts\.experts\.(\d+)\.", r"mlp.experts.local_experts.\1.", tail)
+    return f"decoder.layers.{layer}.{tail}"
+
+
+# ---- optimizer ------------------------------------------------------------------------------------------------------
+
+
+def _optimizer(tree: Tree, folder: _Folder, out: Found) -> None:
+    """Groups, steps, and moments in buffers where they are not under the model's keys."""
+    parts = _parts(tree, folder)
+    weights = [k.name for k in out.tensors if k.kind == "weight" and not model.is_buffer(k.name)]
+    tied = out.facts.tied or Key(model.HEAD) not in out.tensors
+    params = [Param(n, out.tensors[Key(n)].shape, 0, out.tensors[Key(n)].dtype.name) for n in weights]
+    params = [p for p in params if not (tied and p.name == model.HEAD)]
+    apart = len(parts) > 1 and any(bool(g.get("is_expert_parallel")) for p in parts for g in p.groups)
+    out.distributed = any("param_state_sharding_type" in p.rest for p in parts) or flat.is_flat(folder.index)
+    for part in parts:
+        found = members(part, params, experts_apart=apart, where=COMMON)
+        _grouped(part, [[p.name for p in g] for g in found], out)
+    if flat.is_flat(folder.index):
+        out.has_optimizer = True
+        out.tensors.update(flat.states(folder.index, folder.files, folder.heads, params, out))
+    else:
+        _require_right(params, out)
+
+
+def _parts(tree: Tree, folder: _Folder) -> list[Chained]:
+    """The optimizers of common.pt. Where their groups are an object of every group of ranks, those of the first."""
+    if isinstance(tree, dict) and "param_state_sharding_type" in tree and "optimizer" not in tree:
+        items = folder.index.items
+        name = next((n for n in items if re.fullmatch(r"optimizer\.distributed\.dp_group_idx_0\.optimizer/.+", n)), "")
+        item = items.get(name)
+        if isinstance(item, ByteItem):
+            found = folder.object(item)
+            tree = {**(found if isinstance(found, dict) and "optimizer" in found else {"optimizer": found}), **tree}
+    return parts_of(tree, COMMON)
+
+
+def _grouped(part: Chained, names: list[list[str]], out: Found) -> None:
+    common = part.state.get("common_step")
+    for group, of in zip(part.groups, names, strict=True):
+        options = settings(group)
+        known = next((g for g in out.groups if repr(g[0]) == repr(options)), None)
+        if known is None:
+            out.groups.append((options, list(of)))
+        else:
+            known[1].extend(of)
+        step = group.get("step", common)
+        if step is not None:
+            for n in of:
+                out.steps[n] = number_of(step)
+
+
+def _require_right(params: list[Param], out: Found) -> None:
+    """Moments that the real writer misplaced cannot be moved. Source of the fault: core_v0.15.0 to v0.19.0.
+
+    With fully_reshardable and a padded bucket before another, sharded_param_state_fully_reshardable slices a buffer
+    without padding by offsets that count it (core/optimizer/distrib_optimizer.py).
+    """
+    if not out.distributed or not flat.is_shifted(params, out.facts):
+        return
+    why = (
+        "megatron-core 0.15 to 0.19 writes fully_reshardable moments shifted where a bucket's end is padded, "
+        "as this run's are: they are not those of the parameters they are named after"
+    )
+    for key, tensor in out.tensors.items():
+        if key.kind != "weight":
+            out.tensors[key] = replace(tensor, why_unsupported=why)
+    out.warnings.append(f"the optimizer's state is damaged by its writer: {why}")
+
+
+def _values(root: Mapping[str, Tree], folder: _Folder, out: Found) -> None:
+    for key, value in root.items():
+        if key in ("args", "checkpoint_version", "content_metadata"):
+            out.native[key] = value
+        elif key == "opt_param_scheduler" or key not in ("optimizer", "iteration"):
+            out.values[str(key)] = value
+    states: dict[tuple[int, ...], Tree] = {}
+    lost = []
+    for name, item in folder.index.items.items():
+        if not isinstance(item, ByteItem):
+            continue
+        found = _OBJECT.fullmatch(name)
+        base = found[1] if found else name
+        if base == "rng_state":
+            where = re.search(r"/shard_([\d.]+)_", name)
+            states[tuple(map(int, where[1].split("."))) if where else ()] = folder.object(item)
+        elif base.endswith("_extra_state"):
+            if folder.object(item) is not None:
+                lost.append(name)
+        elif not base.startswith(("optimizer.", "chained_")):
+            out.values[name] = folder.object(item)
+    if states:
+        out.native["rng_state"] = {at if len(at) > 2 else (*at, 0): v for at, v in states.items()}
+    if lost:
+        out.warnings.append(f"{len(lost)} _extra_state entries (FP8 scales) are not read, such as {lost[0]}")

@@ -1,0 +1,262 @@
+"""The torch_dist layout of a result: a DCP of whole tensors, common.pt and metadata.json. Nothing is written here.
+
+Source: Megatron-LM core_v0.16.1, core/dist_checkpointing, core/transformer/transformer_block.py
+(sharded_state_dict); the real loader takes tensors in any chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptctl.core.output import OutputFile, Put
+from ckptctl.core.remake import Composed, Native, from_hub, remade
+from ckptctl.core.tensor import Key, Part, Tensor
+from ckptctl.formats.dcp.write import Named, laid_out
+from ckptctl.formats.megatron import model, runargs
+from ckptctl.formats.megatron.classic_write import step_array
+from ckptctl.formats.megatron.write import MOMENTS, ZEROS, Target, common
+from ckptctl.formats.target import Choices, Item, Line
+from ckptctl.formats.torch.write import TorchTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptctl.core.values import Tree
+    from ckptctl.formats.megatron.state import Sort
+
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+METADATA = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def files(target: Target, choices: Choices) -> tuple[list[OutputFile], list[Line]]:
+    """The folder of the iteration: data and `.metadata`, common.pt, and last metadata.json, which says it is whole."""
+    stacks = _stacks(target)
+    named = [n for kind in _kinds(target) for n in _tensors(target, kind, stacks)]
+    named += [Named(name, (name,), None, [None]) for name in _extra_states(target, stacks)]
+    named += list(_random(target))
+    folder = f"{target.folder}/"
+    written = laid_out(named, target.content, replace(choices, tp=1, own_names=True), folder)
+
+    def common_file() -> list[object]:
+        made = TorchTree()
+        return made.segments(_common(target, made), root="common")  # type: ignore[return-value]
+
+    text = json.dumps(METADATA)
+    out = [
+        *written.files,
+        OutputFile(f"{folder}common.pt", common_file),  # type: ignore[arg-type]
+        OutputFile(f"{folder}metadata.json", lambda: [Put(text.encode())]),
+    ]
+    per_layer = "" if stacks else "a key a layer: layers differ"
+    return out, [Line("keys", "written", per_layer or "layers stacked under one key")]
+
+
+def _kinds(target: Target) -> list[tuple[str, str]]:
+    """(kind, prefix of keys) of what is written."""
+    out = [("weight", "")]
+    if target.groups is None:
+        return out
+    if target.distributed:
+        out.append(("master", "optimizer.state.param."))
+    elif any(target.dtype(n, "weight").name != "float32" for n in target.parameters):
+        out.append(("master", "optimizer.state.fp32_param."))
+    return out + [(m, f"optimizer.state.{m}.") for m in MOMENTS]
+
+
+def _stacks(target: Target) -> dict[str, list[list[str]]]:
+    """Key -> names by layer and expert, where all layers have the same; {} where they differ: keys are a layer's then.
+
+    Source: core_v0.16.1, core/transformer/transformer_block.py, sharded_state_dict (non_homogeneous_layers).
+    """
+    form = target.content.source.native.get("form")
+    layers: dict[int, dict[str, str]] = {}
+    for name in target.weights:
+        layer = model.layer_of(name)
+        if layer is not None:
+            layers.setdefault(layer, {})[model.tail_of(name)] = name
+    kinds = {tuple((t, target.weights[n].shape) for t, n in tails.items()) for tails in layers.values()}
+    if len(kinds) != 1 or (isinstance(form, dict) and form.get("keys") == "layers"):
+        return {}
+    out: dict[str, list[list[str]]] = {}
+    for layer in sorted(layers):
+        row: dict[str, list[str]] = {}
+        for tail, name in layers[layer].items():
+            expert = _EXPERT.fullmatch(tail)
+            row.setdefault(f"mlp.experts.experts.{expert[2]}" if expert else tail, []).append(name)
+        for tail, names in row.items():
+            key = _key(f"decoder.layers.0.{tail}", target).replace("decoder.layers.0.", "decoder.layers.", 1)
+            out.setdefault(key, []).append(names)
+    return out
+
+
+def _key(name: str, target: Target) -> str:
+    """A name as torch_dist has it: the Transformer Engine's for norms before projections.
+
+    The local layers of an MoE keep the norm under the first projection's name. Source: core_v0.16.1,
+    core/models/gpt/gpt_layer_specs.py, sharded_state_dict_keys_map.
+    """
+    tail = model.tail_of(name)
+    expert = _EXPERT.fullmatch(tail)
+    if expert:
+        return name.replace(".mlp.experts.local_experts.", ".mlp.experts.experts.")
+    if tail.startswith("pre_mlp_layernorm.") and not target.fused:
+        return model.fused_name(name)
+    return target.fused_key(name)
+
+
+def _tensors(target: Target, kind: tuple[str, str], stacks: dict[str, list[list[str]]]) -> Iterator[Named]:
+    state, prefix = kind
+    names = [n for n in target.weights if state == "weight" or not model.is_buffer(n)]
+    if state == "master" and not target.distributed:
+        names = [n for n in names if target.dtype(n, "weight").name != "float32"]
+    stacked = {n for rows in stacks.values() for row in rows for n in row}
+    for name in names:
+        if name in stacked:
+            continue
+        key = prefix + _key(name, target)
+        if name in model.VOCABULARY:
+            yield from _vocabulary(target, name, state, key)
+        else:
+            yield Named(key, (key,), target.item(name, state))
+    for key, rows in stacks.items():
+        if rows[0][0] in names:
+            yield Named(prefix + key, (prefix + key,), _stacked(target, key, rows, state))
+
+
+def _vocabulary(target: Target, name: str, kind: str, key: str) -> Iterator[Named]:
+    """A padded vocabulary: the true rows, then the source's padding, then zeros."""
+    whole = target.shapes[name]
+    at = 0
+    for part in target.rows(name, kind, 0, whole[0]):
+        rows = part.nbytes // (target.item(name, kind).dtype.nbytes(whole) // whole[0])
+        item = target.item(name, kind)
+        if hasattr(part, "key"):
+            tensor = target.made.get(part.key, item.tensor)
+            used = Item(part.key, tensor, item.dtype)
+            # Only so many rows of the padding as there is room for.
+            yield _first_rows(used, rows, target, Named(key, (key,), used, whole=whole, first=at))
+        else:
+            empty = Tensor(Key(key, "fill"), item.dtype, (rows, *whole[1:]), ())
+            yield Named(key, (key,), Item(empty.key, empty, item.dtype), whole=whole, first=at, filled=ZEROS)
+        at += rows
+
+
+def _first_rows(item: Item, rows: int, target: Target, named: Named) -> Named:
+    if item.shape[0] == rows:
+        return named
+    size = (rows, *item.shape[1:])
+    zero = (0,) * len(size)
+    own = Key(f"{item.key.name}#{rows}", item.key.kind, item.key.part or "made")
+    part = Part(Key(own.name), item.shape, zero, size, size, zero, tuple(range(len(size))))
+    made = Tensor(own, item.tensor.dtype, size, Composed([(part, item.tensor.pieces)], item.tensor.dtype.itemsize))
+    target.made[own] = made
+    return replace(named, item=Item(own, made, item.dtype))
+
+
+def _stacked(target: Target, key: str, rows: list[list[str]], kind: str) -> Item:
+    """Parameters of all layers (and experts) as one tensor with further first axes."""
+    items = [[target.item(n, kind) for n in row] for row in rows]
+    first = items[0][0]
+    experts = model.is_expert(rows[0][0])
+    axes = (len(rows), len(rows[0])) if experts else (len(rows),)
+    shape = (*axes, *first.shape)
+    size = (*(1,) * len(axes), *first.shape)
+    zero = (0,) * len(size)
+    parts, tensors = [], {}
+    for layer, row in enumerate(items):
+        for expert, item in enumerate(row):
+            at = (layer, expert) if experts else (layer,)
+            name = rows[layer][expert]
+            parts.append(Part(Key(name), shape, (*at, *zero[len(at) :]), size, size, zero, tuple(range(len(size)))))
+            tensors[Key(name)] = replace(item.tensor, key=Key(name))
+    native = Native(key, shape, tuple(parts), (first.shape,) * len(parts))
+    made = remade(tensors, from_hub([native]))[Key(key)].tensor
+    own = Key(key, kind, "stacked")
+    target.made[own] = replace(made, key=own)
+    item = Item(own, target.made[own], first.dtype)
+    target.items[own, first.dtype.name] = item
+    return item
+
+
+def _extra_states(target: Target, stacks: dict[str, list[list[str]]]) -> Iterator[str]:
+    """Keys of the empty _extra_state of each linear layer, without which the real loader stops."""
+    if stacks:
+        for key, rows in stacks.items():
+            found = re.fullmatch(r"(.+\.linear_\w+)\.weight", key)
+            if found is None:
+                continue
+            for layer in range(len(rows)):
+                if model.is_expert(rows[0][0]):
+                    for e in range(len(rows[0])):
+                        yield f"{found[1]}._extra_state/shard_{layer}.{e}_{len(rows)}.{len(rows[0])}"
+                else:
+                    yield f"{found[1]}._extra_state/shard_{layer}_{len(rows)}"
+        return
+    for name in target.weights:
+        found = re.fullmatch(r"(.+\.linear_\w+)\.weight", _key(name, target))
+        if found is not None:
+            yield f"{found[1]}._extra_state/shard_0_1"
+
+
+def _random(target: Target) -> Iterator[Named]:
+    """Ranks' random states, where the mesh is the source's."""
+    facts = target.facts
+    for at, states in target.random_states.items():
+        axes = (facts.pp, facts.tp) if facts.ep == 1 else (facts.pp, facts.tp, facts.dp or 1)
+        where = ".".join(map(str, at[: len(axes)]))
+        name = f"rng_state/shard_{where}_{'.'.join(map(str, axes))}"
+        yield Named(name, (name,), None, [states])
+
+
+def _common(target: Target, made: TorchTree) -> dict[str, Tree]:
+    """common.pt: all that is no tensor."""
+    facts, groups = target.facts, target.groups
+    rest = common(target)
+    root: dict[str, Tree] = {
+        "args": runargs.namespace(facts, target.content.source),
+        "checkpoint_version": 3.0,
+        "iteration": rest["iteration"],
+    }
+    content: dict[str, Tree] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if groups is not None:
+        apart = facts.ep > 1
+        parts = [_part(target, families, made) for families in groups.chained(apart=apart)]
+        root["optimizer"] = dict(enumerate(parts)) if apart else parts[0]
+        root["opt_param_scheduler"] = rest["opt_param_scheduler"]
+        if target.distributed:
+            kind = {
+                "distrib_optim_sharding_type": "fully_reshardable",
+                "distrib_optim_fully_reshardable_mem_efficient": False,
+            }
+            content = {**kind, **content}
+    root["num_floating_point_operations_so_far"] = rest["num_floating_point_operations_so_far"]
+    root["content_metadata"] = content
+    return root
+
+
+def _part(target: Target, families: list[Sort], made: TorchTree) -> Tree:
+    groups = target.groups
+    assert groups is not None
+    listed = []
+    for fam in families:
+        settings = dict(groups.of[fam])
+        if groups.step is not None and target.distributed:
+            settings["step"] = int(groups.step)
+        listed.append(settings)
+    if target.distributed:
+        return {"optimizer": {"param_groups": listed}, "param_state_sharding_type": "fully_reshardable"}
+    state = {"common_step": made.array(step_array(groups.step))} if groups.step is not None else {}
+    inner = {"state": state, "param_groups": listed}
+    halves = any(target.dtype(n, "weight").name != "float32" for n in target.parameters)
+    return {"optimizer": inner} if halves else inner
+
+
+__all__ = ["files"]

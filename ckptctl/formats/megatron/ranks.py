@@ -1,0 +1,84 @@
+"""The folders of a classic checkpoint: which rank each is, and whether all are there. Names only."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptctl.core.errors import Damaged, MissingFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptctl.formats.megatron.facts import Facts
+
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt", "model_weights.ckpt")
+OPTIMIZER_FILE = "distrib_optim.pt"
+_FOLDER = re.compile(r"(?:mp_rank|tp_rank)_\d{2,}(?:_(?:pp_rank_)?\d{3,}){0,2}")
+
+
+class Rank(NamedTuple):
+    """Which rank a folder is."""
+
+    tp: int
+    pp: int
+    ep: int
+
+
+def folder_name(rank: Rank, pp: int, ep: int) -> str:
+    """A rank's folder in a run of pp stages and ep expert-parallel ranks.
+
+    Source: Megatron-LM core_v0.16.1, megatron/training/checkpointing.py, get_checkpoint_name.
+    """
+    name = f"mp_rank_{rank.tp:02d}"
+    name += f"_{rank.pp:03d}" if pp > 1 else ""
+    return name + (f"_{rank.ep:03d}" if ep > 1 else "")
+
+
+def rank_folders(path: Path) -> list[Path]:
+    """The folders of ranks, by name."""
+    return sorted(p for p in path.iterdir() if _FOLDER.fullmatch(p.name) and p.is_dir())
+
+
+def model_file(folder: Path) -> Path | None:
+    """A rank's file of weights, None where it has none."""
+    return next((folder / n for n in MODEL_FILES if (folder / n).is_file()), None)
+
+
+def by_rank(path: Path, facts: Facts) -> dict[Rank, Path]:
+    """The file of weights of every rank, in order. MissingFile naming those that are not there; Damaged for more."""
+    found = {p.name: p for p in rank_folders(path)}
+    out: dict[Rank, Path] = {}
+    missing: list[str] = []
+    for pp, ep, tp in product(range(facts.pp), range(facts.ep), range(facts.tp)):
+        name = _known(found, Rank(tp, pp, ep), facts)
+        file = model_file(found.pop(name)) if name in found else None
+        if file is None:
+            missing.append(name)
+        else:
+            out[Rank(tp, pp, ep)] = file
+    if missing:
+        raise MissingFile(
+            f"{len(missing)} of {facts.tp * facts.pp * facts.ep} ranks are missing: {', '.join(missing[:4])}",
+            where=str(path),
+            why=f"args say tp={facts.tp}, pp={facts.pp}, ep={facts.ep}",
+            fix="copy their folders",
+            code="ranks-missing",
+        )
+    if found:
+        raise Damaged(
+            f"{', '.join(list(found)[:4])}: no rank of tp={facts.tp}, pp={facts.pp}, ep={facts.ep}",
+            where=str(path),
+            why="args of the first rank say that mesh",
+            fix="take the files of one save alone",
+            code="ranks-differ",
+        )
+    return out
+
+
+def _known(found: dict[str, Path], rank: Rank, facts: Facts) -> str:
+    """A rank's folder as it is called here: NeMo writes tp_rank_TT_pp_rank_PPP."""
+    name = folder_name(rank, facts.pp, facts.ep)
+    other = f"tp_rank_{rank.tp:02d}_pp_rank_{rank.pp:03d}"
+    return other if other in found and name not in found else name

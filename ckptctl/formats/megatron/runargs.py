@@ -1,0 +1,172 @@
+"""The args of the run that a result is for: its mesh and sizes, over the source's own or the model's config. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.errors import MissingFact, Unsupported
+from ckptctl.core.values import Global, Record, Tree
+from ckptctl.formats.megatron import model
+from ckptctl.formats.megatron.facts import NAMESPACES, Facts, of_namespace
+from ckptctl.names import family, megatron_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.formats.target import Choices
+
+DEFAULT_DIVISOR = 128
+"""--make-vocab-size-divisible-by. Source: Megatron-LM core_v0.16.1, megatron/training/arguments.py."""
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def source_args(source: Checkpoint) -> dict[str, Any]:
+    """The args of a Megatron source; {} for others."""
+    return dict(of_namespace(source.native.get("args"), source.root).args)
+
+
+def base_args(source: Checkpoint) -> dict[str, Any]:
+    """The source's args where it is Megatron's, else what its config says.
+
+    MissingFact where neither is there, or the family is not known.
+    """
+    own = source_args(source)
+    if own:
+        return own
+    known = None if source.facts.config is None else family(source.facts.config)
+    if known is None:
+        raise MissingFact(
+            "the model's config is needed for Megatron's args",
+            where=source.root,
+            why="they say layers, heads, normalization and the like",
+            fix="give the model's config.json with --model-config",
+            code="model-config",
+        )
+    return megatron_arguments(known)
+
+
+def target_facts(
+    source: Checkpoint, choices: Choices, padded: int, *, distributed: bool, form: str, dtype: str, step: int | None
+) -> Facts:
+    """The args of the result's run. Unsupported, saying what would do, where the mesh does not divide the model."""
+    args = base_args(source)
+    before = Facts(args, source.root)
+    tp, pp, vpp, ep = choices.tp, choices.pp, choices.vpp, choices.ep
+    _require_divides(before, tp, ep)
+    layers = before.number("num_layers")
+    if (pp, vpp) != (before.pp, before.vpp) or not source.native.get("args"):
+        args.update({k: False if k.startswith("account") else None for k in _UNEVEN})
+        if layers % (pp * vpp):
+            fits = [n for n in range(1, layers + 1) if layers % (n * vpp) == 0]
+            raise Unsupported(
+                f"--pp {pp}{f' --vpp {vpp}' if vpp > 1 else ''} does not divide the {layers} layers",
+                why=f"each of {pp * vpp} chunks has as many",
+                fix=f"--pp {', '.join(map(str, fits)) or 1} would do" + (f" with --vpp {vpp}" if vpp > 1 else ""),
+                code="mesh-does-not-divide",
+            )
+    cp = max(1, before.number("context_parallel_size", 1))
+    args.update(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        transformer_pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        num_layers_per_virtual_pipeline_stage=layers // (pp * vpp) if vpp > 1 else None,
+        num_virtual_stages_per_pipeline_rank=None,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=tp if before.experts else args.get("expert_tensor_parallel_size", tp),
+        context_parallel_size=cp,
+        data_parallel_size=choices.dp,
+        world_size=tp * pp * choices.dp * cp,
+        padded_vocab_size=padded,
+        use_distributed_optimizer=distributed,
+        ckpt_format=form,
+        make_vocab_size_divisible_by=divisor(source, choices),
+    )
+    if tp == 1:
+        args["sequence_parallel"] = False
+    if step is not None:
+        args["iteration"] = step
+    if not source_args(source):
+        args.update(
+            consumed_train_samples=0,
+            consumed_valid_samples=0,
+            skipped_train_samples=0,
+            bf16=dtype == "bfloat16",
+            fp16=dtype == "float16",
+            params_dtype=Global("torch", dtype),
+            rank=0,
+            transformer_impl="transformer_engine" if choices.layer_spec == "te" else "local",
+        )
+    return Facts(args, "the result's args", source.facts.config or {})
+
+
+def _require_divides(facts: Facts, tp: int, ep: int) -> None:
+    """Unsupported where heads, groups, widths or experts do not divide."""
+    heads = facts.number("num_attention_heads", 0)
+    groups = facts.number("num_query_groups", 0) if facts.flag("group_query_attention") else heads
+    latent = facts.flag("multi_latent_attention")
+    sizes = {"attention heads": heads, "query groups": 0 if latent else groups}
+    sizes |= {"rows of the feed-forward": facts.number("ffn_hidden_size", 0)}
+    sizes |= {"rows of an expert": facts.number("moe_ffn_hidden_size", 0) if facts.experts else 0}
+    for what, size in sizes.items():
+        if size and size % tp:
+            fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise Unsupported(
+                f"--tp {tp} does not divide the {size} {what}",
+                why="every tensor-parallel rank has as many"
+                if what != "query groups"
+                else "each rank has whole groups",
+                fix=f"--tp {fits[:60]} would do",
+                code="mesh-does-not-divide",
+            )
+    if ep > 1 and (not facts.experts or facts.experts % ep):
+        fits = ", ".join(str(n) for n in range(1, facts.experts + 1) if facts.experts % n == 0)
+        raise Unsupported(
+            f"--ep {ep} does not divide the {facts.experts} experts",
+            fix=f"--ep {fits} would do" if facts.experts else "leave --ep out: the model has no experts",
+            code="mesh-does-not-divide",
+        )
+
+
+def divisor(source: Checkpoint, choices: Choices) -> int:
+    """--vocab-divisor, else the source's own, else Megatron's default."""
+    return choices.vocab_divisor or Facts(source_args(source)).number("make_vocab_size_divisible_by", DEFAULT_DIVISOR)
+
+
+def padded_vocabulary(source: Checkpoint, choices: Choices, true: int) -> int:
+    """Rows of the vocabulary in the result: a multiple of the divisor times tp.
+
+    Source: Megatron-LM core_v0.16.1, megatron/training/tokenizer/tokenizer.py, _vocab_size_with_padding.
+    """
+    unit = divisor(source, choices) * choices.tp
+    padded = -(-true // unit) * unit
+    is_known = Facts(source_args(source), given=source.facts.config or {}).true_vocabulary is not None
+    if not is_known and padded != true:
+        raise MissingFact(
+            f"how many of the vocabulary's {true} rows are padding is in no file",
+            where=source.root,
+            why=f"for --tp {choices.tp} they are padded anew, to a multiple of {unit}",
+            fix="give the model's config.json with --model-config",
+            code="model-config",
+        )
+    return padded
+
+
+def namespace(facts: Facts, source: Checkpoint, **own: Tree) -> Record:
+    """The args as a pickled argparse.Namespace, with what is a rank's own."""
+    given = source.native.get("args")
+    func = given.func if isinstance(given, Record) and given.cls in NAMESPACES else Global("argparse", "Namespace")
+    how = given.how if isinstance(given, Record) else "newobj"
+    return Record(func, (), how, state={**facts.args, **own}, has_state=True)
+
+
+def tied_of(weights: Mapping[str, object], ties: Mapping[str, str]) -> bool:
+    """Whether the head is the embedding: it is left out, or an alias."""
+    return model.HEAD not in weights or ties.get(model.HEAD) == model.EMBEDDING

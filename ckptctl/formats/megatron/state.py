@@ -1,0 +1,136 @@
+"""The optimizer of a result: its groups, and the order in which they number parameters. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.errors import Unsupported
+from ckptctl.formats.megatron import model
+from ckptctl.formats.pickles.nodes import show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptctl.core.checkpoint import Optimizer
+    from ckptctl.core.values import Tree
+
+TRAINING = ("lr", "betas", "eps", "weight_decay")
+_OWN = ("max_lr", "min_lr", "default_config")
+_TORCH = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""What torch's AdamW has in a group. Source: torch 2.13.0, optim/adamw.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sort:
+    """Which parameters one group of a Megatron run has: matrices or the rest, experts apart or not."""
+
+    decays: bool
+    experts: bool
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a run in Megatron's order, with their settings, and notes for the report."""
+
+    of: Mapping[Sort, Mapping[str, Tree]]
+    step: int | None
+    notes: tuple[str, ...]
+
+    def chained(self, *, apart: bool) -> list[list[Sort]]:
+        """The groups of each optimizer: one, or the dense ones' and the experts'."""
+        order = sorted(self.of, key=lambda f: (f.experts, not f.decays))
+        if not apart:
+            return [order]
+        return [[f for f in order if not f.experts], [f for f in order if f.experts]]
+
+
+def family_of(name: str, shape: tuple[int, ...], *, apart: bool) -> Sort:
+    """Which group a parameter is of."""
+    return Sort(model.decays(name, shape), apart and model.is_expert(name))
+
+
+def groups_of(
+    optimizer: Optimizer,
+    shapes: Mapping[str, tuple[int, ...]],
+    step: int | None,
+    *,
+    apart: bool,
+    distributed: bool,
+) -> Groups:
+    """Megatron's groups with the settings of the source's.
+
+    step is the count of updates. Unsupported where parameters of one of Megatron's groups train differently in the
+    source.
+    """
+    of: dict[Sort, dict[str, Tree]] = {}
+    first: dict[Sort, tuple[str, tuple[Tree, ...]]] = {}
+    notes: list[str] = []
+    by_name = {n: g for g in optimizer.groups for n in g.params}
+    for name, shape in shapes.items():
+        group = by_name.get(name)
+        if group is None:
+            raise Unsupported(
+                f"{name} is in no param group",
+                why="Megatron's optimizer has every parameter in one",
+                fix="take the weights alone with --no-optimizer",
+                code="optimizer-groups",
+            )
+        fam = family_of(name, shape, apart=apart)
+        said = tuple(_plain(group.options.get(k)) for k in TRAINING)
+        if fam in first and first[fam][1] != said:
+            other, values = first[fam]
+            unlike = next(k for k, a, b in zip(TRAINING, values, said, strict=True) if a != b)
+            raise Unsupported(
+                f"{name} and {other} have another {unlike} ({show(said[TRAINING.index(unlike)])} and "
+                f"{show(values[TRAINING.index(unlike)])}), and are in one group of Megatron's",
+                why="its groups are matrices, and biases with one-dimensional weights",
+                fix="take the weights alone with --no-optimizer",
+                code="optimizer-groups",
+            )
+        if fam not in first:
+            first[fam] = (name, said)
+            of[fam] = _settings(group.options, fam, distributed=distributed)
+    for fam, settings in of.items():
+        if not fam.decays and settings["weight_decay"]:
+            notes.append(
+                f"biases and one-dimensional weights decayed by {settings['weight_decay']} in the source; Megatron "
+                "does not decay them (wd_mult 0)"
+            )
+            settings["weight_decay"] = 0.0
+        settings["wd_mult"] = settings.get("wd_mult", 1.0) if fam.decays else 0.0
+    return Groups(of, step, tuple(notes))
+
+
+def _plain(value: Tree) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _settings(options: Mapping[str, Tree], fam: Sort, *, distributed: bool) -> dict[str, Tree]:
+    lr = options.get("lr", 0.0)
+    out: dict[str, Tree] = {
+        "is_expert_parallel": fam.experts,
+        "default_config": options.get("default_config", True),
+        "wd_mult": options.get("wd_mult", options.get("pre_wd_mult", 1.0)),
+        "lr_mult": options.get("lr_mult", options.get("pre_lr_mult", 1.0)),
+        "is_decoupled_lr": options.get("is_decoupled_lr", False),
+        "max_lr": options.get("max_lr", options.get("initial_lr", lr)),
+        "min_lr": options.get("min_lr", 0.0),
+        "lr": lr,
+    }
+    if distributed:
+        out["bias_correction"] = options.get("bias_correction", True)
+    out["betas"] = _plain(options.get("betas", (0.9, 0.999)))
+    out["eps"] = options.get("eps", 1e-8)
+    out["weight_decay"] = options.get("weight_decay", 0.0)
+    if not distributed:
+        out |= {k: options.get(k, v) for k, v in _TORCH.items()}
+    return out
