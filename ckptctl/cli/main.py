@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl import __version__
-from ckptctl.cli import convert, diff, inspect, ls, reshard, show
+from ckptctl.cli import convert, diff, inspect, ls, reshard, show, validate
 from ckptctl.core.errors import CkptError
 from ckptctl.report import text
 
@@ -42,7 +42,9 @@ def options(
     """Inspect, convert and compare training checkpoints, without the framework that wrote them."""
 
 
-_COMMANDS = {module.__name__.rpartition(".")[2]: module for module in (inspect, ls, show, convert, reshard, diff)}
+_COMMANDS = {
+    module.__name__.rpartition(".")[2]: module for module in (inspect, ls, show, convert, reshard, diff, validate)
+}
 for module in _COMMANDS.values():
     module.add(app)
 
@@ -51,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     """Run one command line. Returns the exit code; a user's mistake never shows a traceback."""
     name = next((word for word in argv if word in _COMMANDS), "")
     said = os.environ.get(f"CKPTCTL_{name.upper()}_JSON", "").lower()
-    wants_json = "--json" in argv or said not in ("", "0", "false", "no", "off")
+    wants_json = "--json" in argv or _output_is_json(argv) or said not in ("", "0", "false", "no", "off")
     command = typer.main.get_command(app)
     try:
         code = command.main(args=list(argv), prog_name="ckptctl", standalone_mode=False)
@@ -88,6 +90,12 @@ def run(argv: Sequence[str]) -> int:
             return _bug(error, wants_json)
         text.show_error(usage, as_json=wants_json, command=name)
         return usage.exit_code
+
+
+def _output_is_json(argv: Sequence[str]) -> bool:
+    """Whether `--output json` asks for the one document on stdout, which is then the error's too."""
+    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    return any(a in ("--output=json", "-ojson") or (a in ("--output", "-o") and b == "json") for a, b in pairs)
 
 
 def _usage(error: Exception) -> CkptError | None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptctl.operations.inspecting import inspect, ls
     from ckptctl.operations.opening import Reading, open_checkpoint
     from ckptctl.operations.showing import show
+    from ckptctl.operations.validating import Validation, validate
 
 _HOME = {
     "Comparison": "comparing",
@@ -28,6 +29,8 @@ _HOME = {
     "Reading": "opening",
     "open_checkpoint": "opening",
     "show": "showing",
+    "Validation": "validating",
+    "validate": "validating",
 }
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "Conversion",
     "Reading",
     "Running",
+    "Validation",
     "convert",
     "diff",
     "inspect",
@@ -42,6 +46,7 @@ __all__ = [
     "open_checkpoint",
     "reshard",
     "show",
+    "validate",
 ]
 
 

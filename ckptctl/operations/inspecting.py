@@ -38,7 +38,7 @@ def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool =
         "step": checkpoint.step,
         "family": checkpoint.facts.family,
         "kinds": _kinds(checkpoint),
-        "state": _state(checkpoint),
+        "state": state_of(checkpoint),
         "groups": _groups(checkpoint),
         "ties": dict(checkpoint.ties),
         "frozen": _frozen(checkpoint),
@@ -101,7 +101,7 @@ def _kinds(checkpoint: Checkpoint) -> Document:
     return {kind: row for kind, row in out.items() if row["tensors"]}
 
 
-def _state(checkpoint: Checkpoint) -> dict[str, str]:
+def state_of(checkpoint: Checkpoint) -> dict[str, str]:
     """Each part of a training state: present, partial or absent."""
     weights = {k.name for k in checkpoint.tensors if k.kind in WEIGHTS and k.name not in checkpoint.ties}
     parts = {part_of(name) for name in (*checkpoint.values, *checkpoint.native)}
@@ -137,7 +137,7 @@ def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:
     """Whether a run can go on from it, and why (not)."""
     if checkpoint.unsafe:
         return False, "a pickle in it would run code"
-    state = _state(checkpoint)
+    state = state_of(checkpoint)
     lacking = [p for p in ("weights", "moments", "groups") if state[p] == "absent"]
     if lacking:
         return False, f"no {', no '.join(lacking)}"

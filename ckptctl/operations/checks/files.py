@@ -1,0 +1,201 @@
+"""Each file by itself: is it what its name says, whole, and safe. Reads headers and pickles, no tensor data."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptctl.core.errors import CkptError, Unrecognised, Unsupported
+from ckptctl.core.values import Global, Storage, TensorRef
+from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.hf import index
+from ckptctl.formats.pickles.danger import verdict
+from ckptctl.formats.pickles.walk import path_text, walk
+from ckptctl.formats.st import header
+from ckptctl.formats.state import find
+from ckptctl.formats.torchfile.read import TorchFile, open_torch
+from ckptctl.formats.torchfile.sniff import refuse_other, sniff
+from ckptctl.operations.checks.found import Archive, Found
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptctl.rules.registry import Severity
+
+TORCH = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".th", ".tar")
+_ALWAYS_TORCH = (".pt", ".pth", ".ckpt")
+_JSON_LIMIT = 4 << 20
+_HEAD = 1024
+_UNFINISHED = (".tmp", ".part", ".incomplete", ".crdownload")
+_INDEX = (".safetensors.index.json", ".bin.index.json")
+_SKIPPED_FOLDERS = ("__pycache__", "node_modules")
+FRAMEWORKS = ("torch", "numpy", "builtins", "collections", "transformers", "deepspeed", "megatron")
+"""Modules whose names are known: one that they do not have would fail wherever it is loaded."""
+
+
+def files_below(path: Path) -> Iterator[tuple[str, Path]]:
+    """(name relative to path, file) of every file below, in order; folders that tools hide are left out."""
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in _SKIPPED_FOLDERS)
+        for name in sorted(names):
+            full = Path(folder) / name
+            yield full.relative_to(path).as_posix(), full
+
+
+def check_files(found: Found, wanted: list[str] | None = None) -> None:
+    """Checks every file of the folder, or those wanted, each as far as its kind allows."""
+    pairs = [(n, found.root / n) for n in wanted] if wanted is not None else files_below(found.root)
+    for name, path in pairs:
+        found.files.append(name)
+        if path.is_symlink() and not _link(found, name, path):
+            continue
+        try:
+            _file(found, name, path)
+        except CkptError as err:
+            found.unreadable.add(name)
+            found.error(err, name)
+        except (MemoryError, RecursionError) as err:
+            found.unreadable.add(name)
+            found.note("out-of-memory", "the file asks for more memory than there is", file=name, why=str(err))
+
+
+def _link(found: Found, name: str, path: Path) -> bool:
+    """Whether a link can be followed. The Hub's cache keeps every file as a link to its blobs."""
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):
+        found.note(
+            "broken-link", "the link leads nowhere", file=name, why=f"it stands for {str(path.readlink())[:200]}"
+        )
+        found.unreadable.add(name)
+        return False
+    if not target.is_relative_to(found.root.resolve()) and target.parent.name != "blobs":
+        found.note("link-escapes", "the link leads out of the checkpoint", file=name, why=f"it stands for {target}")
+    return True
+
+
+def _file(found: Found, name: str, path: Path) -> None:
+    base = path.name
+    if base.endswith(_UNFINISHED):
+        found.note("temporary-file", "the file is not finished by its name", file=name)
+        return
+    if base.endswith(".py"):
+        found.note("carries-code", "a Python file lies beside the weights", file=name)
+        return
+    if not path.is_file():
+        return
+    with FileBytes(path, name=name) as reader:
+        if base.endswith(".safetensors"):
+            _safetensors(found, name, reader)
+            return
+        head = reader.read(0, min(reader.nbytes, _HEAD))
+        kind = sniff(head)
+        if kind == "lfs" or (kind in ("empty", "html") and base.endswith((*TORCH, ".json"))):
+            raise refuse_other(kind, name)
+        if base.endswith(_INDEX):
+            problems = index.index_problems(path, name)
+            for problem in problems:
+                found.error(problem, name, _severity(index.severity(problem)))
+            if any(index.severity(p) == "error" for p in problems):
+                found.unreadable.add(name)
+        elif base.endswith(".json"):
+            _json(found, name, reader)
+        elif base.endswith(TORCH) or base == ".metadata":
+            _torch(found, name, reader, kind)
+
+
+def _severity(word: str) -> Severity:
+    return "error" if word == "error" else "warning" if word == "warning" else "info"
+
+
+def _safetensors(found: Found, name: str, reader: FileBytes) -> None:
+    problems = header.problems(reader)
+    for problem in problems:
+        found.error(problem, name, _severity(header.severity(problem)))
+    if any(header.severity(p) == "error" for p in problems):
+        found.unreadable.add(name)
+        return
+    read = header.read_header(reader)
+    found.headers[name] = read
+    found.names[name] = tuple(read.entries)
+    found.tensors += len(read.entries)
+    if not read.entries:
+        found.note("no-tensors", "the file holds no tensor", file=name)
+
+
+def _json(found: Found, name: str, reader: FileBytes) -> None:
+    if reader.nbytes > _JSON_LIMIT:
+        return
+    try:
+        json.loads(reader.read(0, reader.nbytes).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as err:
+        found.unreadable.add(name)
+        why = str(err)[:200] or "it is nested too deep"
+        found.note("config-not-json", "the file is no JSON", file=name, why=why)
+
+
+def _torch(found: Found, name: str, reader: FileBytes, kind: str) -> None:
+    """A torch file, or any pickle. Files whose names only may mean one (`.bin`) are let go where they are none."""
+    problems: list[CkptError] = []
+    try:
+        opened = open_torch(reader, problems)
+    except Unrecognised as err:
+        base = name.rpartition("/")[2]
+        if base.endswith(_ALWAYS_TORCH) or base.startswith(("pytorch_model", "adapter_model")):
+            found.unreadable.add(name)
+            found.error(err, name)
+        return
+    except Unsupported as err:
+        found.error(err, name, "error" if err.code != "unsupported" else "warning")
+        return
+    for problem in problems:
+        found.error(problem, name)
+    if problems:
+        found.unreadable.add(name)
+    safe_globals(found, name, opened)
+    for at, why in opened.unsupported:
+        found.note("unsupported", "a part of the file is not read", file=name, tensor=at, why=why, severity="info")
+    names, storages = _names(opened)
+    if names:
+        found.names[name] = names
+        found.tensors += len(names)
+    if opened.directory is not None:
+        found.archives[name] = Archive(opened.directory, storages)
+
+
+def safe_globals(found: Found, name: str, opened: TorchFile) -> None:
+    """What the pickle names: what would run code, and what nobody knows."""
+    for bad in opened.unsafe:
+        found.note("pickle-calls-code", f"the pickle asks for {bad.name}", file=name, field=str(bad.name), why=bad.why)
+    for odd in opened.unknown:
+        grave = grave_global(odd.name)
+        why = f"{odd.name.module.split('.')[0]} has no such name" if grave else odd.why
+        found.note(
+            "pickle-unknown-global",
+            f"the pickle names {odd.name}",
+            file=name,
+            field=str(odd.name),
+            why=why,
+            severity="error" if grave else "warning",
+        )
+
+
+def grave_global(name: Global) -> bool:
+    """Whether an unknown name is one that its framework would have to have, and is no class of somebody's own."""
+    return verdict(name) == "unknown" and name.module.split(".")[0] in FRAMEWORKS
+
+
+def _names(opened: TorchFile) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Names of the state dict in a file, and for each storage's key the first tensor that is in it."""
+    storages: dict[str, str] = {}
+    for path, node in walk(opened.root):
+        if isinstance(node, (TensorRef, Storage)):
+            storage = node.storage if isinstance(node, TensorRef) else node
+            storages.setdefault(storage.key, path_text(path))
+    try:
+        names = tuple(find(opened.root, lambda tree: isinstance(tree, TensorRef)).model)
+    except CkptError:  # no state dict: what it is concerns its format's reader
+        names = ()
+    return names or tuple(dict.fromkeys(storages.values())), storages

@@ -1,0 +1,82 @@
+"""The training state: can a run go on from it, and what lacks. Metadata only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptctl.core.checkpoint import WEIGHTS, is_state
+from ckptctl.operations.inspecting import state_of
+
+if TYPE_CHECKING:
+    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.operations.checks.found import Found
+
+LOADERS = {
+    "trainer": "Transformers' Trainer, resume_from_checkpoint",
+    "dcp": "torch.distributed.checkpoint",
+    "torch": "torch.load, and load_state_dict of model and optimizer",
+    "deepspeed": "DeepSpeed, load_checkpoint",
+    "megatron": "Megatron, --load",
+}
+_ADAM = ("exp_avg", "exp_avg_sq")
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """Whether a run can go on, for which loader, and what lacks. partial: part of a training state is there."""
+
+    answer: bool
+    why: str
+    loader: str
+    lacks: tuple[str, ...]
+    partial: bool
+
+
+def resumable(found: Found, checkpoint: Checkpoint | None) -> Resumable:
+    """The third answer. A weights-only folder is whole and no run goes on from it."""
+    if checkpoint is None:
+        return Resumable(False, "it could not be read", "", (), False)
+    state = state_of(checkpoint)
+    loader = LOADERS.get(checkpoint.format, "")
+    needed = [p for p in ("weights", "moments", "groups") if state[p] == "absent"]
+    beside = [p for p in ("scheduler", "rng", "counters") if state[p] == "absent"]
+    has_state = any(state[p] != "absent" for p in ("moments", "masters", "groups", "scheduler", "rng"))
+    if any(f.rule.question in ("safe", "resumable") and f.severity == "error" for f in found.findings):
+        return Resumable(False, "a finding forbids it", loader, tuple(needed), has_state)
+    broken = sum(f.severity == "error" and f.rule.question == "intact" for f in found.findings)
+    if broken:
+        return Resumable(False, f"it is not intact: {broken} errors", loader, tuple(needed), has_state)
+    if needed:
+        return Resumable(False, f"no {', no '.join(needed)}", loader, (*needed, *beside), has_state)
+    more = f"; without {', '.join(beside)}" if beside else ""
+    return Resumable(True, f"weights, moments and groups are there{more}", loader, tuple(beside), False)
+
+
+def check_state(found: Found, checkpoint: Checkpoint) -> None:
+    """Whether the optimizer's state is whole: moments in pairs, each for a weight."""
+    kinds: dict[str, set[str]] = {}
+    for key in checkpoint.tensors:
+        if is_state(key) and key.kind != "other":
+            kinds.setdefault(key.name, set()).add(key.kind)
+    optimizer = checkpoint.optimizer
+    unnamed = bool(optimizer and optimizer.unnamed)
+    if unnamed and optimizer is not None:
+        found.note("param-order", "the optimizer's parameters have numbers and no names", why=optimizer.unnamed)
+    weights = {k.name for k in checkpoint.tensors if k.kind in WEIGHTS}
+    for name, has in kinds.items():
+        lost = [k for k in _ADAM if k not in has]
+        if len(lost) == 1:
+            what = f"{name} has no {lost[0]}"
+            found.note("state-part-missing", what, tensor=name, why=f"it has {', '.join(sorted(has))}")
+    moments = {n for n, has in kinds.items() if has - {"master", "step", "ema"}}
+    if weights and moments and not unnamed:
+        odd = sorted(moments - weights - set(checkpoint.ties))
+        if odd:
+            why = ", ".join(odd[:_SHOWN]) + (", ..." if len(odd) > _SHOWN else "")
+            found.note("state-without-weight", f"{len(odd)} parameters have state and no weight", why=why)
+        without = sorted(weights - moments - set(checkpoint.ties))
+        if without:
+            why = ", ".join(without[:_SHOWN]) + (", ..." if len(without) > _SHOWN else "")
+            found.note("state-absent-for-some", f"{len(without)} weights have no optimizer state", why=why)

@@ -1,0 +1,349 @@
+"""validate: is a checkpoint intact, is it safe, can a run go on from it. Findings as data; nothing is changed.
+
+Files are looked at one by one first, so that every fault is told, not the first only; then as one checkpoint, by the
+readers that all commands use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptctl.core.errors import CkptError, MissingFact, Unrecognised, Unsupported, Usage
+from ckptctl.core.sizes import parse_size
+from ckptctl.core.tensor import InOnePlace
+from ckptctl.core.values import Global
+from ckptctl.operations.checks.files import check_files, grave_global
+from ckptctl.operations.checks.folder import check_folder
+from ckptctl.operations.checks.found import Found, Level
+from ckptctl.operations.checks.model import check_model
+from ckptctl.operations.checks.state import Resumable, check_state, resumable
+from ckptctl.operations.opening import Reading, open_checkpoint, steps_of
+from ckptctl.rules import SEVERITIES, Finding, finding, rules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptctl.core.checkpoint import Checkpoint
+
+Document = dict[str, Any]
+LEVELS: tuple[Level, ...] = ("header", "structure", "values")
+_BASELINE_LIMIT = 64 << 20
+_TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What is looked at, and what counts. select and ignore are codes, kinds, or the first letters of a code."""
+
+    level: str = "structure"
+    checksums: bool = False
+    against: Path | None = None
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    fail_on: str = "error"
+    baseline: Path | None = None
+    must_resume: bool = False
+
+
+class Read(NamedTuple):
+    """Progress: bytes read so far. How many there will be is not known before."""
+
+    done_nbytes: int
+    total_nbytes: int | None
+
+
+@dataclass(slots=True)
+class _Checked:
+    """One checkpoint, checked. error is why it could not be looked at as one."""
+
+    name: str
+    path: Path
+    found: Found
+    checkpoint: Checkpoint | None = None
+    error: CkptError | None = None
+
+
+def validate(
+    paths: Sequence[Path | str],
+    what: Validation | None = None,
+    reading: Reading | None = None,
+    *,
+    memory: str = "256MiB",
+    jobs: int = 0,
+    progress: Callable[[Any], None] | None = None,
+) -> Document:
+    """Findings of one or several checkpoints (schema ckptctl.validate/1), with the three answers for each.
+
+    A run's folder with several steps is one checkpoint a step. Raises Unrecognised where nothing is there, and, for a
+    single path, Unsupported or MissingFact where it cannot be looked at and nothing was found either.
+    """
+    what = what or Validation()
+    _require(what)
+    known = _baseline(what.baseline)
+    budget = parse_size(memory, "--memory")
+    targets = [t for p in paths for t in _targets(Path(p), reading)]
+    checked = [_one(t, what, reading, budget, jobs, progress) for t in targets]
+    for one in checked:
+        if one.error is not None and not one.found.has_errors:
+            if len(checked) == 1:
+                raise one.error
+            one.found.error(one.error, severity="error")
+    findings: list[Finding] = _runs(paths)
+    rows = []
+    for one in checked:
+        _filter(one.found, what)
+        answer = resumable(one.found, one.checkpoint)
+        _resumes(one, what, answer)
+        _filter(one.found, what)
+        one.found.finish()
+        named = [f.of(one.name if len(checked) > 1 else "") for f in one.found.findings]
+        findings += named
+        rows.append(_row(one, answer, what.level))
+    chosen = [f for f in findings if not what.select or _matches(f, what.select)]
+    new = [f for f in chosen if f.fingerprint not in known]
+    new.sort(key=lambda f: (f.checkpoint, SEVERITIES.index(f.severity)))
+    going = [c for c, row in zip(checked, rows, strict=True) if row["resumable"]["answer"]]
+    gravest = SEVERITIES[: SEVERITIES.index(what.fail_on) + 1]
+    return {
+        "schema": "ckptctl.validate/1",
+        "level": what.level,
+        "ok": not any(f.severity in gravest for f in new),
+        "findings": [f.as_dict() for f in new],
+        "counts": {s: sum(f.severity == s for f in new) for s in SEVERITIES},
+        "checked": {k: sum(row["checked"][k] for row in rows) for k in ("tensors", "files", "bytes")},
+        "checkpoints": rows,
+        "newest_resumable": max(going, key=lambda c: _step(c)).name if going else None,
+        "suppressed": {"baseline": len(chosen) - len(new)},
+    }
+
+
+def _require(what: Validation) -> None:
+    if what.level not in LEVELS:
+        raise Usage(f"--level {what.level}: there is no such level", fix=f"one of {', '.join(LEVELS)}")
+    if what.fail_on not in SEVERITIES:
+        raise Usage(f"--fail-on {what.fail_on}: there is no such severity", fix=f"one of {', '.join(SEVERITIES)}")
+    words = {w for r in rules() for w in (r.code, r.kind)}
+    for word in (*what.select, *what.ignore):
+        if word not in words and not (word.startswith("CK") and any(w.startswith(word) for w in words)):
+            raise Usage(f"there is no rule {word!r}", fix="give a code (CK101), its beginning (CK1), or a kind")
+
+
+def _matches(found: Finding, words: Sequence[str]) -> bool:
+    return any(w in (found.kind, found.rule.kind) or found.rule.code.startswith(w) for w in words)
+
+
+def _filter(found: Found, what: Validation) -> None:
+    if what.ignore:
+        found.findings = [f for f in found.findings if not _matches(f, what.ignore)]
+
+
+def _baseline(path: Path | None) -> frozenset[str]:
+    """Fingerprints of an earlier report: what it has is not told again."""
+    if path is None:
+        return frozenset()
+    try:
+        if path.stat().st_size > _BASELINE_LIMIT:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
+        found = json.loads(path.read_bytes())["findings"]
+        return frozenset(str(f["fingerprint"]) for f in found)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as err:
+        why = f"{type(err).__name__}: {err}"
+        fix = "give what `ckptctl validate --output json=FILE` wrote"
+        raise Usage(f"--baseline {path} cannot be read", why=why, fix=fix) from err
+
+
+def _targets(path: Path, reading: Reading | None) -> list[tuple[str, Path]]:
+    """(name, path) of each checkpoint at a path: a run's folder has one a step."""
+    if not path.exists() and not path.is_symlink():
+        raise Unrecognised(f"nothing is at {path}", fix="check the path")
+    wanted = reading.step if reading is not None else None
+    if not path.is_dir() or wanted is not None or _is_checkpoint(path):
+        return [(str(path), path)]
+    steps = steps_of(path)
+    if len(steps) < 2:
+        return [(str(path), path)]
+    return [(str(steps[n]), steps[n]) for n in sorted(steps)]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / ".metadata").exists() or any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+
+
+def _runs(paths: Sequence[Path | str]) -> list[Finding]:
+    """Pointers of runs that name what is not there."""
+    out = []
+    for path in map(Path, paths):
+        for tracker in _TRACKERS if path.is_dir() else ():
+            file = path / tracker
+            if not file.is_file() or file.stat().st_size > 4096:
+                continue
+            said = file.read_text(encoding="utf-8", errors="replace").strip()
+            number = f"iter_{int(said):07d}" if said.isascii() and said.isdigit() and len(said) < 12 else said
+            if said and said != "release" and "/" not in said and not (path / number).exists():
+                what = f"{tracker} names {said[:80]}, which is not there"
+                out.append(finding("tracker-names-missing-step", what, file=tracker, why=f"there is no {number[:80]}"))
+    return out
+
+
+def _one(
+    target: tuple[str, Path],
+    what: Validation,
+    reading: Reading | None,
+    budget: int,
+    jobs: int,
+    progress: Callable[[Any], None] | None,
+) -> _Checked:
+    name, path = target
+    alone = path.is_file() and not path.name.endswith(".index.json")
+    root = path if path.is_dir() else path.parent
+    found = Found(Path(os.path.abspath(root)))  # noqa: PTH100 (links are not to be followed)
+    one = _Checked(name, path, found)
+    check_files(found, [path.name] if alone else None)
+    if not alone:
+        check_folder(found, what.level)  # type: ignore[arg-type]
+    if what.level == "header":
+        return one
+    _open(one, path, reading)
+    if one.checkpoint is not None:
+        _structure(found, one.checkpoint)
+    if what.level == "values":
+        from ckptctl.operations.checks.sums import check_archives
+        from ckptctl.operations.checks.values import check_values
+
+        check_archives(found)
+        if one.checkpoint is not None and not one.checkpoint.unsafe:
+            tell = _telling(found, progress)
+            check_values(found, one.checkpoint, budget, jobs, tell)
+    if what.checksums or what.against is not None:
+        from ckptctl.operations.checks.sums import check_against, check_sums
+
+        if what.checksums:
+            check_sums(found)
+        if what.against is not None:
+            check_against(found, what.against)
+    return one
+
+
+def _telling(found: Found, progress: Callable[[Any], None] | None) -> Callable[[int], None] | None:
+    if progress is None:
+        return None
+    return lambda _: progress(Read(found.nbytes, None))
+
+
+def _open(one: _Checked, path: Path, reading: Reading | None) -> None:
+    """The checkpoint as its reader sees it. What it raises is a finding, or, where it cannot read it, kept."""
+    found = one.found
+    try:
+        one.checkpoint, _ = open_checkpoint(path, reading)
+    except (Unsupported, MissingFact, Unrecognised) as err:
+        is_known = err.code not in ("unsupported", "missing-fact", "unrecognised")
+        if isinstance(err, Unsupported) and is_known:
+            found.error(err)
+        elif not (isinstance(err, Unrecognised) and _says_nothing_new(found)):
+            one.error = err
+    except Usage:
+        raise
+    except CkptError as err:
+        if not _told(found, err):
+            found.error(err)
+
+
+def _says_nothing_new(found: Found) -> bool:
+    """Whether findings tell already why nothing could be recognised."""
+    return found.has_errors or bool(found.headers)
+
+
+def _told(found: Found, err: CkptError) -> bool:
+    """Whether a check of the files has said what a reader says now."""
+    alike = {err.code, *({"duplicate-tensor", "tensor-not-in-index"} if err.code == "tensor-not-in-shard" else ())}
+    return any(f.kind in alike and f.severity == "error" for f in found.findings)
+
+
+def _structure(found: Found, checkpoint: Checkpoint) -> None:
+    """What metadata tell of the whole: every tensor can be found, the model is complete, the state is whole."""
+    found.tensors = max(len(checkpoint.tensors), 0) or found.tensors
+    if not checkpoint.tensors and not checkpoint.unsafe:
+        found.note("no-tensors", "the checkpoint holds no tensor")
+    for unsafe in checkpoint.unsafe:
+        file = unsafe.file.partition(" (")[0]
+        found.note(
+            "pickle-calls-code", f"the pickle asks for {unsafe.name}", file=file, field=unsafe.name, why=unsafe.why
+        )
+    told = {f.where.field for f in found.findings if f.kind == "pickle-unknown-global"}
+    for name in checkpoint.unknown_globals:
+        module, _, attribute = name.rpartition(".")
+        if name not in told:
+            grave = grave_global(Global(module, attribute))
+            found.note(
+                "pickle-unknown-global",
+                f"a pickle names {name}",
+                field=name,
+                severity="error" if grave else "warning",
+            )
+    for key, tensor in checkpoint.tensors.items():
+        if isinstance(tensor.pieces, InOnePlace):
+            continue
+        try:
+            for table in tensor.pieces:
+                len(table)
+        except CkptError as err:
+            found.error(err)
+            if tensor.why_unsupported:
+                continue
+            if not found.findings[-1].where.tensor:
+                last = found.findings[-1]
+                found.findings[-1] = replace(last, where=replace(last.where, tensor=key.name))
+    check_model(found, checkpoint)
+    check_state(found, checkpoint)
+    for warning in checkpoint.warnings:
+        found.note("reader-note", warning, field=warning[:80])
+
+
+def _resumes(one: _Checked, what: Validation, answer: Resumable) -> None:
+    """A finding where a run cannot go on from what looks as if it could, or where that was asked for."""
+    if what.level == "header" or answer.answer or not (answer.partial or what.must_resume):
+        return
+    why = f"lacking: {', '.join(answer.lacks)}" if answer.lacks else ""
+    severity = "error" if what.must_resume else "warning"
+    one.found.note("not-resumable", f"no run can go on from this: {answer.why}", why=why, severity=severity)  # type: ignore[arg-type]
+
+
+def _row(one: _Checked, answer: Resumable, level: str) -> Document:
+    """One checkpoint's line of the report."""
+    errors = [f for f in one.found.findings if f.severity == "error"]
+    damage = [
+        f
+        for f in errors
+        if f.rule.question == "intact" or (f.rule.question == "resumable" and f.kind != "not-resumable")
+    ]
+    danger = [f for f in errors if f.rule.question == "safe"]
+    checkpoint = one.checkpoint
+    return {
+        "path": one.name,
+        "format": checkpoint.format if checkpoint else "",
+        "variant": checkpoint.variant if checkpoint else "",
+        "step": checkpoint.step if checkpoint else None,
+        "intact": _answer(not damage, f"{len(damage)} errors" if damage else "nothing found"),
+        "safe": _answer(not danger, danger[0].what if danger else "no pickle, path or link in it does harm"),
+        "resumable": {
+            **_answer(
+                None if level == "header" else answer.answer, "not looked at" if level == "header" else answer.why
+            ),
+            "loader": answer.loader,
+            "lacks": list(answer.lacks),
+        },
+        "checked": {"tensors": one.found.tensors, "files": len(one.found.files), "bytes": one.found.nbytes},
+        "findings": len(one.found.findings),
+    }
+
+
+def _answer(answer: bool | None, why: str) -> Document:
+    return {"answer": answer, "why": why}
+
+
+def _step(one: _Checked) -> int:
+    return one.checkpoint.step if one.checkpoint is not None and one.checkpoint.step is not None else -1

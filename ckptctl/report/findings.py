@@ -1,0 +1,238 @@
+"""Findings of `validate` for people and for machines: text, JUnit, SARIF, GitHub, GitLab. Documents in, texts out."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape, quoteattr
+
+from ckptctl.rules import rules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Document = dict[str, Any]
+ANNOTATIONS = 10
+"""GitHub shows at most ten annotations of each kind a step. Source: docs.github.com, workflow commands, limits."""
+_GITHUB = {"error": "error", "warning": "warning", "info": "notice"}
+_GITLAB = {"error": "critical", "warning": "minor", "info": "info"}
+_SARIF = {"error": "error", "warning": "warning", "info": "note"}
+_SHOWN = 40
+
+
+def place(found: Document) -> str:
+    """Where a finding is, in one line: checkpoint, file, tensor, field."""
+    where = found["where"]
+    inner = ", ".join(filter(None, (where["file"], where["tensor"], where["field"])))
+    return f"{found['checkpoint']}: {inner}" if found["checkpoint"] and inner else found["checkpoint"] or inner
+
+
+def sentence(found: Document) -> str:
+    """What was found, and why, in one line."""
+    return f"{found['what']}: {found['why']}" if found["why"] else str(found["what"])
+
+
+def _file(found: Document, document: Document) -> str:
+    """A path for tools that want one, never outside and never empty."""
+    rows = document["checkpoints"]
+    base = found["checkpoint"] or (rows[0]["path"] if rows else "")
+    file = found["where"]["file"]
+    if not file or base.endswith(f"/{file}") or base == file:
+        return (base or "checkpoint").lstrip("/")
+    return f"{base}/{file}".lstrip("/")
+
+
+def json_document(document: Document) -> str:
+    """The document itself. Made by report.text, which knows what JSON has no word for."""
+    from ckptctl.report.text import json_text
+
+    return json_text(document) + "\n"
+
+
+def text(document: Document) -> str:
+    """For people: findings by gravity, then the three answers for each checkpoint."""
+    lines = []
+    for found in document["findings"][:_SHOWN]:
+        lines.append(f"{found['severity']}[{found['code']}] {found['kind']}: {_clean(found['what'])}")
+        for label, value in (("where", place(found)), ("why", found["why"]), ("fix", found["fix"])):
+            if value:
+                lines.append(f"  {label:<5}  {_clean(value)}")
+    hidden = len(document["findings"]) - _SHOWN
+    if hidden > 0:
+        lines.append(f"... and {hidden} more: --output json has all")
+    if lines:
+        lines.append("")
+    for row in document["checkpoints"]:
+        lines.append(_clean(row["path"]) + (f" (step {row['step']})" if row["step"] is not None else ""))
+        for question in ("intact", "safe", "resumable"):
+            answer = row[question]
+            word = {True: "yes", False: "no", None: "-"}[answer["answer"]]
+            lines.append(f"  {question:<9}  {word:<3}  {_clean(answer['why'])}")
+    if len(document["checkpoints"]) > 1:
+        lines.append(f"newest that a run can go on from: {document['newest_resumable'] or 'none'}")
+    counts, checked = document["counts"], document["checked"]
+    lines.append(
+        f"{_count(counts['error'], 'error')}, {_count(counts['warning'], 'warning')}, {counts['info']} info; "
+        f"{checked['tensors']} tensors in {_count(checked['files'], 'file')}, level {document['level']}"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def _clean(value: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in value.replace("\n", " "))
+
+
+def _xml(value: str) -> str:
+    """Text that XML 1.0 can hold: other characters cannot even be escaped."""
+    return escape("".join(c if c in "\t\n" or c.isprintable() else "?" for c in value))
+
+
+def junit(document: Document) -> str:
+    """JUnit's XML: a suite a checkpoint, a case a finding, and one case that passes where nothing fails."""
+    suites = []
+    names = [row["path"] for row in document["checkpoints"]]
+    several = len(names) > 1
+    total = failed = 0
+    for name in names:
+        mine = [f for f in document["findings"] if not several or f["checkpoint"] == name]
+        cases = []
+        for found in mine:
+            head = (
+                f"    <testcase classname={quoteattr(_xml(found['kind']))} name={quoteattr(_xml(place(found) or name))}"
+            )
+            if found["severity"] == "info":
+                cases.append(f"{head}><system-out>{_xml(sentence(found))}</system-out></testcase>")
+                continue
+            failed += 1
+            body = f"{sentence(found)}\n{found['fix']}"
+            message = quoteattr(_xml(found["what"]))
+            cases.append(
+                f"{head}><failure type={quoteattr(found['code'])} message={message}>{_xml(body)}</failure></testcase>"
+            )
+        cases.append(f'    <testcase classname="ckptctl" name={quoteattr(_xml(f"{name} was looked at"))}/>')
+        failures = sum(f["severity"] != "info" for f in mine)
+        total += len(cases)
+        suites.append(
+            f'  <testsuite name={quoteattr(_xml(name))} tests="{len(cases)}" failures="{failures}" errors="0">\n'
+            + "\n".join(cases)
+            + "\n  </testsuite>"
+        )
+    head = f'<testsuites name="ckptctl validate" tests="{total}" failures="{failed}" errors="0">'
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + head + "\n" + "\n".join(suites) + "\n</testsuites>\n"
+
+
+def sarif(document: Document) -> str:
+    """SARIF 2.1.0. Source: OASIS, Static Analysis Results Interchange Format 2.1.0, 3.27 result, 3.49 descriptor."""
+    used = sorted({f["code"] for f in document["findings"]})
+    known = {r.code: r for r in rules()}
+    described = [
+        {
+            "id": code,
+            "name": "".join(w.capitalize() for w in known[code].kind.split("-")),
+            "shortDescription": {"text": known[code].title},
+            "fullDescription": {"text": known[code].cause},
+            "help": {"text": known[code].cure},
+            "defaultConfiguration": {"level": _SARIF[known[code].severity]},
+        }
+        for code in used
+    ]
+    results = []
+    for found in document["findings"]:
+        location: Document = {
+            "physicalLocation": {"artifactLocation": {"uri": _uri(_file(found, document))}, "region": {"startLine": 1}}
+        }
+        if found["where"]["tensor"] or found["where"]["field"]:
+            name = found["where"]["tensor"] or found["where"]["field"]
+            location["logicalLocations"] = [{"fullyQualifiedName": name, "kind": "member"}]
+        results.append(
+            {
+                "ruleId": found["code"],
+                "ruleIndex": used.index(found["code"]),
+                "level": _SARIF[found["severity"]],
+                "message": {"text": sentence(found)},
+                "locations": [location],
+                "partialFingerprints": {"ckptctl/v1": found["fingerprint"]},
+            }
+        )
+    driver = {"name": "ckptctl", "rules": described}
+    log = {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [{"tool": {"driver": driver}, "results": results, "columnKind": "unicodeCodePoints"}],
+    }
+    return json.dumps(log, indent=2) + "\n"
+
+
+def _uri(path: str) -> str:
+    from urllib.parse import quote
+
+    return quote(path.encode("utf-8", "surrogatepass"))
+
+
+def github(document: Document) -> str:
+    """Workflow commands, one annotation a finding, the gravest first. The step summary has all: see summary()."""
+    lines = []
+    for found in document["findings"][:ANNOTATIONS]:
+        file = _property(_file(found, document))
+        title = _property(f"{found['code']} {found['kind']}")
+        message = f"{place(found)}: {sentence(found)}" if place(found) else sentence(found)
+        lines.append(f"::{_GITHUB[found['severity']]} file={file},title={title}::{_data(message)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _data(value: str) -> str:
+    return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(value: str) -> str:
+    return _data(value).replace(":", "%3A").replace(",", "%2C")
+
+
+def summary(document: Document) -> str:
+    """A page in Markdown for GITHUB_STEP_SUMMARY: the answers, then the findings."""
+    lines = ["### ckptctl validate", "", "| checkpoint | intact | safe | resumable |", "|---|---|---|---|"]
+    for row in document["checkpoints"]:
+        words = [{True: "yes", False: "**no**", None: "-"}[row[q]["answer"]] for q in ("intact", "safe", "resumable")]
+        lines.append(f"| {_cell(row['path'])} | {' | '.join(words)} |")
+    if document["findings"]:
+        lines += ["", "| severity | rule | where | what |", "|---|---|---|---|"]
+        lines += [
+            f"| {f['severity']} | {f['code']} {f['kind']} | {_cell(place(f))} | {_cell(sentence(f))} |"
+            for f in document["findings"][:200]
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: str) -> str:
+    clean = _clean(value).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
+    return f"`{clean}`" if clean else ""
+
+
+def gitlab(document: Document) -> str:
+    """GitLab's code quality report. Source: docs.gitlab.com, ci/testing/code_quality, report format."""
+    report = [
+        {
+            "description": sentence(f) if not f["where"]["tensor"] else f"{f['where']['tensor']}: {sentence(f)}",
+            "check_name": f"{f['code']} {f['kind']}",
+            "fingerprint": f["fingerprint"],
+            "severity": _GITLAB[f["severity"]],
+            "location": {"path": _file(f, document), "lines": {"begin": 1}},
+        }
+        for f in document["findings"]
+    ]
+    return json.dumps(report, indent=2) + "\n"
+
+
+WRITERS: dict[str, Callable[[Document], str]] = {
+    "text": text,
+    "json": json_document,
+    "junit": junit,
+    "sarif": sarif,
+    "github": github,
+    "gitlab": gitlab,
+}
+"""What --output takes."""
