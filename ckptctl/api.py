@@ -257,3 +257,14 @@ def diff(
     Weights, optimizer, state, ignore_dtype, only.
     """
     return operations.diff(a, b, operations.Comparison(**flags), operations.Reading(model_config), memory=memory)
+
+
+def validate(
+    *paths: str | Path, model_config: str | Path | None = None, memory: str = "256MiB", **flags: Any
+) -> dict[str, Any]:
+    """What `ckptctl validate` does; returns what its JSON report holds.
+
+    flags are those of the command: level, checksums, against, select, ignore, fail_on, baseline, must_resume. TypeError
+    for one that does not exist.
+    """
+    return operations.validate(paths, operations.Validation(**flags), operations.Reading(model_config), memory=memory)

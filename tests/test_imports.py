@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     # Modules beside the folders.
     "checksum": set(),
     "api": {"core", "operations"},
+    "ci_action": {"cli"},
     "__main__": {"core", "cli"},
     "__init__": {"core", "api"},
 }

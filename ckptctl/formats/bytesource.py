@@ -103,6 +103,23 @@ class FileBytes:
             )
         return b"".join(parts)
 
+    def into(self, start: int, buffer: memoryview) -> None:
+        """Fills buffer with the bytes from start on: for who reads much and keeps nothing. Damaged as read()."""
+        if start < 0 or start + len(buffer) > self.nbytes:
+            self.read(start, len(buffer))  # says what is wrong
+        got = 0
+        try:
+            while got < len(buffer):
+                n = os.preadv(self._fd, [buffer[got:]], self._start + start + got)
+                if not n:
+                    self.read(start, len(buffer))
+                    break
+                got += n
+        except OSError as err:
+            raise CkptError(
+                "the file cannot be read", where=self.path, why=err.strerror or str(err), code="read-failed"
+            ) from err
+
     def close(self) -> None:
         """Closes the file; twice does no harm."""
         if self._fd >= 0:

@@ -40,7 +40,7 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     """
     reading = reading or Reading()
     path = Path(path)
-    given = _given_config(reading.model_config)
+    given = given_config(reading.model_config)
     if reading.format is not None:
         evidence = formats.Evidence(reading.format, "--from says so", path)
         reader = formats.reader(reading.format)
@@ -59,7 +59,7 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     return (checkpoint if reading.key_map is None else mapped(checkpoint, Path(reading.key_map))), evidence
 
 
-def _given_config(path: Path | str | None) -> Facts:
+def given_config(path: Path | str | None) -> Facts:
     """--model-config as facts: a config.json, or a folder that has one."""
     if path is None:
         return Facts()

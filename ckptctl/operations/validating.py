@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptctl import formats
 from ckptctl.core.errors import CkptError, MissingFact, Unrecognised, Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import InOnePlace
@@ -21,7 +22,8 @@ from ckptctl.operations.checks.folder import check_folder
 from ckptctl.operations.checks.found import Found, Level
 from ckptctl.operations.checks.model import check_model
 from ckptctl.operations.checks.state import Resumable, check_state, resumable
-from ckptctl.operations.opening import Reading, open_checkpoint, steps_of
+from ckptctl.operations.naming import as_hub, is_mixed, naming_of
+from ckptctl.operations.opening import Reading, given_config, open_checkpoint, steps_of
 from ckptctl.rules import SEVERITIES, Finding, finding, rules
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ def validate(
     """
     what = what or Validation()
     _require(what)
+    if reading is not None:
+        given_config(reading.model_config)  # one that is not there is the user's mistake, not the checkpoint's
     known = _baseline(what.baseline)
     budget = parse_size(memory, "--memory")
     targets = [t for p in paths for t in _targets(Path(p), reading)]
@@ -164,13 +168,24 @@ def _targets(path: Path, reading: Reading | None) -> list[tuple[str, Path]]:
     if not path.is_dir() or wanted is not None or _is_checkpoint(path):
         return [(str(path), path)]
     steps = steps_of(path)
-    if len(steps) < 2:
+    if len(steps) < 2 and (not steps or _is_known(path)):
         return [(str(path), path)]
     return [(str(steps[n]), steps[n]) for n in sorted(steps)]
 
 
 def _is_checkpoint(path: Path) -> bool:
     return (path / ".metadata").exists() or any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+
+
+def _is_known(path: Path) -> bool:
+    """Whether a folder is a checkpoint of its own by its format, such as DeepSpeed's with one step in it."""
+    try:
+        formats.detect(path)
+    except Unrecognised:
+        return False
+    except CkptError:
+        return True
+    return True
 
 
 def _runs(paths: Sequence[Path | str]) -> list[Finding]:
@@ -243,18 +258,13 @@ def _open(one: _Checked, path: Path, reading: Reading | None) -> None:
         is_known = err.code not in ("unsupported", "missing-fact", "unrecognised")
         if isinstance(err, Unsupported) and is_known:
             found.error(err)
-        elif not (isinstance(err, Unrecognised) and _says_nothing_new(found)):
+        else:
             one.error = err
     except Usage:
         raise
     except CkptError as err:
         if not _told(found, err):
             found.error(err)
-
-
-def _says_nothing_new(found: Found) -> bool:
-    """Whether findings tell already why nothing could be recognised."""
-    return found.has_errors or bool(found.headers)
 
 
 def _told(found: Found, err: CkptError) -> bool:
@@ -297,10 +307,22 @@ def _structure(found: Found, checkpoint: Checkpoint) -> None:
             if not found.findings[-1].where.tensor:
                 last = found.findings[-1]
                 found.findings[-1] = replace(last, where=replace(last.where, tensor=key.name))
-    check_model(found, checkpoint)
-    check_state(found, checkpoint)
+    named = _under_hub_names(checkpoint)
+    check_model(found, named)
+    check_state(found, named)
     for warning in checkpoint.warnings:
         found.note("reader-note", warning, field=warning[:80])
+
+
+def _under_hub_names(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint under names that a family's tensors have, where its own, or its optimizer's, are others."""
+    naming = naming_of(checkpoint)
+    if naming != "torchtitan" and not is_mixed(checkpoint, naming):
+        return checkpoint
+    try:
+        return as_hub(checkpoint, naming)
+    except CkptError:  # without a config its names stay its own, and completeness is not told
+        return checkpoint
 
 
 def _resumes(one: _Checked, what: Validation, answer: Resumable) -> None:
@@ -327,7 +349,7 @@ def _row(one: _Checked, answer: Resumable, level: str) -> Document:
         "format": checkpoint.format if checkpoint else "",
         "variant": checkpoint.variant if checkpoint else "",
         "step": checkpoint.step if checkpoint else None,
-        "intact": _answer(not damage, f"{len(damage)} errors" if damage else "nothing found"),
+        "intact": _answer(not damage, _errors(len(damage)) if damage else "nothing found"),
         "safe": _answer(not danger, danger[0].what if danger else "no pickle, path or link in it does harm"),
         "resumable": {
             **_answer(
@@ -339,6 +361,10 @@ def _row(one: _Checked, answer: Resumable, level: str) -> Document:
         "checked": {"tensors": one.found.tensors, "files": len(one.found.files), "bytes": one.found.nbytes},
         "findings": len(one.found.findings),
     }
+
+
+def _errors(count: int) -> str:
+    return f"{count} error" + ("" if count == 1 else "s")
 
 
 def _answer(answer: bool | None, why: str) -> Document:

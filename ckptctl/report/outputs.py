@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptctl.core.errors import CkptError, Usage
-from ckptctl.report import findings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+FORMS = ("text", "json", "junit", "sarif", "github", "gitlab")
+"""What --output takes; report.findings has a writer for each."""
 
 
 class Output(NamedTuple):
@@ -26,10 +29,10 @@ def outputs(words: Sequence[str]) -> tuple[Output, ...]:
     out = []
     for word in words or ("text",):
         form, has_file, file = word.partition("=")
-        if form not in findings.WRITERS or (has_file and not file):
+        if form not in FORMS or (has_file and not file):
             raise Usage(
                 f"--output {word}: there is no such report",
-                fix=f"FORM or FORM=FILE, FORM of {', '.join(findings.WRITERS)}",
+                fix=f"FORM or FORM=FILE, FORM of {', '.join(FORMS)}",
             )
         out.append(Output(form, file))
     # Workflow commands are picked out of whatever text a step prints; nothing else can share a stream.
@@ -43,6 +46,8 @@ def outputs(words: Sequence[str]) -> tuple[Output, ...]:
 
 def show_findings(document: dict[str, Any], wanted: Sequence[Output]) -> None:
     """Writes every report. GitHub's adds its page to the file that GITHUB_STEP_SUMMARY names."""
+    from ckptctl.report import findings  # no other command wants it
+
     for output in wanted:
         made = findings.WRITERS[output.form](document)
         if not output.file:

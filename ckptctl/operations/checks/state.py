@@ -47,7 +47,7 @@ def resumable(found: Found, checkpoint: Checkpoint | None) -> Resumable:
         return Resumable(False, "a finding forbids it", loader, tuple(needed), has_state)
     broken = sum(f.severity == "error" and f.rule.question == "intact" for f in found.findings)
     if broken:
-        return Resumable(False, f"it is not intact: {broken} errors", loader, tuple(needed), has_state)
+        return Resumable(False, "it is not intact", loader, tuple(needed), has_state)
     if needed:
         return Resumable(False, f"no {', no '.join(needed)}", loader, (*needed, *beside), has_state)
     more = f"; without {', '.join(beside)}" if beside else ""

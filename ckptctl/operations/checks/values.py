@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ckptctl.core.checkpoint import MASTER, WEIGHTS
 from ckptctl.core.errors import CkptError
-from ckptctl.core.tensor import Key
+from ckptctl.core.tensor import Key, dense_strides
 from ckptctl.execute.cast import carrier, convert
+from ckptctl.formats.bytesource import FileBytes
 from ckptctl.operations.checks.model import tied_pair
 from ckptctl.operations.tensors import TensorReader, typed
 from ckptctl.plan.steps import Cast
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
     from ckptctl.core.tensor import Tensor
     from ckptctl.operations.checks.found import Found
 
-CHUNK_NBYTES = 4 << 20
+CHUNK_NBYTES = 1 << 20
 _BLOCK_NBYTES = 1 << 18
 """Bytes at a time: the passes over one block stay in a core's cache."""
+_RUN_NBYTES = 1 << 16
+"""Runs that are shorter on average are left to the planner, which reads windows of them."""
 
 
 class _Bits(NamedTuple):
@@ -104,7 +108,8 @@ def check_values(
     aliases = {k for k in checkpoint.tensors if k.kind in WEIGHTS and k.name in checkpoint.ties}
     keys = [k for k, t in checkpoint.tensors.items() if not t.why_unsupported and not t.made and k not in aliases]
     with TensorReader(checkpoint, memory_nbytes // 2) as reader, ThreadPoolExecutor(max(1, jobs or 2)) as pool:
-        for key, seen in zip(keys, pool.map(lambda k: _attempt(reader, k), keys), strict=True):
+        straight = _Straight(checkpoint)
+        for key, seen in zip(keys, pool.map(lambda k: _attempt(reader, straight, k), keys), strict=True):
             if isinstance(seen, CkptError):
                 found.error(seen)
             else:
@@ -118,11 +123,56 @@ def check_values(
             found.error(err)
 
 
-def _attempt(reader: TensorReader, key: Key) -> Seen | CkptError:
+def _attempt(reader: TensorReader, straight: _Straight, key: Key) -> Seen | CkptError:
     try:
-        return scan(reader, key)
+        seen = straight.scan(key)
+        return scan(reader, key) if seen is None else seen
     except CkptError as err:
         return err
+
+
+class _Straight:
+    """Tensors whose bytes lie in few long runs, read without a plan into one small buffer a tensor.
+
+    What a scan asks for does not depend on the order of elements, but for where the first NaN is.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.root = Path(checkpoint.root)
+
+    def scan(self, key: Key) -> Seen | None:
+        """One tensor, read once; None where it lies otherwise, or has values that are no numbers."""
+        tensor = self.checkpoint.tensors[key]
+        kind = _FLOATS.get(tensor.dtype.name)
+        runs = self._runs(tensor)
+        if runs is None:
+            return None
+        seen = Seen()
+        buffer = np.empty(min(_BLOCK_NBYTES, max((n for _, _, n in runs), default=0)), np.uint8)
+        for path, start, nbytes in runs:
+            with FileBytes(self.root / path if path else self.root, name=path or self.root.name) as reader:
+                for at in range(0, nbytes, _BLOCK_NBYTES):
+                    part = buffer[: min(_BLOCK_NBYTES, nbytes - at)]
+                    reader.into(start + at, part.data)
+                    if kind is not None:
+                        seen.take(part.view(kind.unsigned), kind, 0)
+        return None if seen.nans or seen.infinities else seen
+
+    def _runs(self, tensor: Tensor) -> list[tuple[str, int, int]] | None:
+        """(file, first byte, bytes) of each piece; None where one is no run of whole elements, or runs are short."""
+        out: list[tuple[str, int, int]] = []
+        item = tensor.dtype.itemsize
+        for table in tensor.pieces:
+            for piece in table:
+                source = self.checkpoint.sources[piece.source]
+                if source.codec or piece.strides != dense_strides(piece.size, item):
+                    return None
+                if piece.numel:
+                    out.append((source.path, source.start + piece.start, piece.numel * item))
+                if len(out) > 64 and sum(n for _, _, n in out) < _RUN_NBYTES * len(out):
+                    return None
+        return out
 
 
 def scan(reader: TensorReader, key: Key) -> Seen:
