@@ -311,7 +311,14 @@ def _structure(found: Found, checkpoint: Checkpoint) -> None:
     check_model(found, named)
     check_state(found, named)
     for warning in checkpoint.warnings:
-        found.note("reader-note", warning, field=warning[:80])
+        if not _is_told(found, warning):
+            found.note("reader-note", warning, field=warning[:80])
+
+
+def _is_told(found: Found, warning: str) -> bool:
+    """Whether a reader's warning is about what is a finding already: by its words, or by the file it names."""
+    places = ((f.what, f.where.file.rpartition("/")[2]) for f in found.findings)
+    return any(what in warning or (file and file in warning) for what, file in places)
 
 
 def _under_hub_names(checkpoint: Checkpoint) -> Checkpoint:

@@ -185,7 +185,7 @@ def github(document: Document) -> str:
 
 
 def _data(value: str) -> str:
-    return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return _clean(value).replace("%", "%25")
 
 
 def _property(value: str) -> str:

@@ -32,7 +32,8 @@ def page(rule: Rule) -> str:
     """One rule's page."""
     return (
         f"# {rule.code} {rule.kind}\n\n{_sentence(rule.title)}\n\n"
-        f"| | |\n|---|---|\n| severity | {rule.severity} |\n| an error answers no to | {_QUESTIONS[rule.question]} |\n\n"
+        f"| | |\n|---|---|\n| severity | {rule.severity} |\n"
+        f"| an error answers no to | {_QUESTIONS[rule.question]} |\n\n"
         f"## Cause\n\n{rule.cause}\n\n## What to do\n\n{rule.cure}\n\n"
         f"## To leave it out\n\n`ckptctl validate --ignore {rule.code}`, or `--ignore {rule.kind}`. "
         "All rules are in [the list](index.md).\n"
@@ -44,8 +45,9 @@ def index() -> str:
     lines = [
         "# What validate can find",
         "",
-        "One code a kind of finding; codes stay what they are. The severity is the usual one: where a finding is graver or",
-        "less grave than that, its page says when. `--select` and `--ignore` take a code, the beginning of one (`CK1`), or a kind.",
+        "One code a kind of finding; codes stay what they are. The severity is the usual one: where a finding may be",
+        "graver, or less grave, its page says when. `--select` and `--ignore` take a code, the beginning of one",
+        "(`CK1`), or a kind.",
     ]
     group = ""
     for rule in rules():

@@ -1,0 +1,421 @@
+"""validate: the broken samples, what each check of its own finds and lets go, selecting, baselines, runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.support.checkpoints import FIXTURES, ckpt
+from tests.support.commands import ckptctl, refused
+from tests.support.saving import torch_save
+
+BROKEN = FIXTURES / "broken"
+EXPECT = json.loads((BROKEN / "expect.json").read_text())
+ALSO = {"html-instead.safetensors": "html-page", "zero-bytes.safetensors": "empty-file"}
+
+
+def report(*words, code=None):
+    done = ckptctl("validate", *words, "--output", "json")
+    if code is not None:
+        assert done.code == code, done.out
+    return done.json
+
+
+def kinds(document):
+    return {f["kind"] for f in document["findings"]}
+
+
+def only(document, kind):
+    (found,) = [f for f in document["findings"] if f["kind"] == kind]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(EXPECT))
+def test_each_broken_sample_has_its_findings(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = EXPECT[name]["findings"]
+    grave = any(w["severity"] == "error" for w in wanted)
+    found = report(BROKEN / name, "--level", "values", code=1 if grave else 0)["findings"]
+    for want in wanted:
+        alike = [f for f in found if f["kind"] in (want["kind"], ALSO.get(name))]
+        assert any(f["severity"] == want["severity"] for f in alike), (want, found)
+        assert any(want.get("at", "") in json.dumps(f) for f in alike), (want, found)
+    if not wanted:
+        assert [f for f in found if f["severity"] != "info" and f["kind"] not in ("not-finite", "no-tensors")] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf/llama-single",
+        "hf/llama-sharded",
+        "torch/fsdp2_dp2_dcp",
+        "torch/plain_zip",
+        "hf/llama-trainer",
+        "hf/gpt2-bin",
+    ],
+)
+def test_good_checkpoints_have_no_finding(name):
+    try:
+        path = ckpt(name)
+    except FileNotFoundError:
+        pytest.skip("not among the fixtures")
+    if not path.exists():
+        pytest.skip("not among the fixtures")
+    document = report(path, "--level", "values", code=0)
+    assert [f for f in document["findings"] if f["severity"] == "error"] == []
+    assert document["checked"]["tensors"] > 0
+    assert document["checkpoints"][0]["intact"]["answer"] is True
+    assert document["checkpoints"][0]["safe"]["answer"] is True
+
+
+def weights(**more):
+    rng = np.random.default_rng(3)
+    made = {n: rng.standard_normal((4, 6), dtype=np.float32) for n in ("a.weight", "b.weight")}
+    return {**made, **more}
+
+
+def state(model, **change):
+    """A torch checkpoint of Adam over every weight."""
+    rng = np.random.default_rng(4)
+    states = {
+        n: {"step": np.array(3, np.float32), "exp_avg": rng.standard_normal(w.shape).astype(w.dtype),
+            "exp_avg_sq": rng.random(w.shape).astype(w.dtype)}
+        for n, w in model.items()
+    }  # fmt: skip
+    for key, value in change.items():
+        name, _, kind = key.rpartition(".")
+        if value is None:
+            del states[name][kind]
+        else:
+            states[name][kind] = value
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": list(model)}]
+    return {"model": model, "optimizer": {"state": states, "param_groups": groups}, "step": 3}
+
+
+def saved(tmp_path, tree):
+    path = tmp_path / "state.pt"
+    torch_save(path, tree)
+    return path
+
+
+def test_a_good_state_is_intact_and_resumable(tmp_path):
+    document = report(saved(tmp_path, state(weights())), "--level", "values", "--resumable", code=0)
+    assert document["findings"] == []
+    row = document["checkpoints"][0]
+    assert row["resumable"]["answer"] is True
+    assert row["resumable"]["lacks"] == ["scheduler", "rng"]
+    assert row["step"] == 3
+
+
+MODEL = weights()
+NAN = np.array([[1, np.nan, np.inf], [0, -np.inf, 2]], np.float32)
+VALUES = [
+    ("not-finite", "warning", state({**MODEL, "c.weight": NAN}), "c.weight"),
+    ("all-zero", "warning", state({**MODEL, "c.weight": np.zeros((2, 3), np.float32)}), "c.weight"),
+    ("constant", "info", state({**MODEL, "c.weight": np.full((2, 3), 0.5, np.float32)}), "c.weight"),
+    ("absurd-magnitude", "warning", state({**MODEL, "c.weight": np.array([[1, -3e30]], np.float32)}), "c.weight"),
+    ("negative-second-moment", "error", state(MODEL, **{"a.weight.exp_avg_sq": -np.ones((4, 6), "f4")}), "a.weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "severity", "tree", "tensor"), VALUES, ids=[v[0] for v in VALUES])
+def test_values_that_no_training_gives_are_found_when_values_are_read(kind, severity, tree, tensor, tmp_path):
+    path = saved(tmp_path, tree)
+    assert kind not in kinds(report(path))
+    found = only(report(path, "--level", "values", code=1 if severity == "error" else 0), kind)
+    assert (found["severity"], found["where"]["tensor"]) == (severity, tensor)
+
+
+def test_nan_and_infinities_are_counted_and_the_first_is_named(tmp_path):
+    found = only(report(saved(tmp_path, state({**MODEL, "c.weight": NAN})), "--level", "values"), "not-finite")
+    assert "1 NaN" in found["what"]
+    assert "2 infinity" in found["what"]
+    assert "[0, 1]" in found["why"]
+
+
+def test_what_begins_at_zero_or_one_is_let_go(tmp_path):
+    fine = {
+        "c.bias": np.zeros(4, "f4"), "norm.weight": np.ones(4, np.float32), "x.lora_B.weight": np.zeros((2, 2), "f4"),
+        "empty": np.zeros((0, 3), np.float32), "scalar": np.zeros((), np.float32), "count": np.zeros((2, 2), np.int64),
+    }  # fmt: skip
+    assert report(saved(tmp_path, {**MODEL, **fine}), "--level", "values", code=0)["findings"] == []
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+def test_the_bits_of_every_float_type_are_judged_alike(dtype, tmp_path):
+    import ml_dtypes
+
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rng = np.random.default_rng(0)
+    good = rng.standard_normal((9, 7)).astype(np.float32).astype(kind)
+    bad = good.copy()
+    bad[3, 2] = np.nan
+    negative_zero = np.array([[-0.0, 0.0]], np.float32).astype(kind)
+    for name, array, wanted in (("good", good, 0), ("bad", bad, 1), ("zeros", negative_zero, 0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        safetensors.numpy.save_file({"w": array}, folder / "model.safetensors", metadata={"format": "pt"})
+        document = report(folder, "--level", "values", code=0)
+        assert ("not-finite" in kinds(document)) == bool(wanted)
+        assert "constant" not in kinds(document)
+
+
+def test_a_large_tensor_is_scanned_to_its_end(tmp_path):
+    w = np.random.default_rng(1).standard_normal(300_000).astype(np.float32)
+    w[-1] = np.nan
+    safetensors.numpy.save_file({"w": w}, tmp_path / "model.safetensors")
+    found = only(report(tmp_path, "--level", "values"), "not-finite")
+    assert "[299999]" in found["why"]
+
+
+def test_moments_that_are_one_are_an_error(tmp_path):
+    same = np.random.default_rng(9).random((4, 6)).astype(np.float32)
+    tree = state(MODEL, **{"a.weight.exp_avg": same, "a.weight.exp_avg_sq": same.copy()})
+    found = only(report(saved(tmp_path, tree), "--level", "values", code=1), "moments-equal")
+    assert "1 of 2" in found["what"]
+
+
+def test_moments_before_the_first_update_are_both_zero_and_fine(tmp_path):
+    zero = np.zeros((4, 6), np.float32)
+    tree = state(MODEL, **{"a.weight.exp_avg": zero, "a.weight.exp_avg_sq": zero.copy()})
+    assert report(saved(tmp_path, tree), "--level", "values", code=0)["findings"] == []
+
+
+def test_half_of_a_state_is_an_error_and_none_is_not(tmp_path):
+    tree = state(MODEL, **{"b.weight.exp_avg_sq": None})
+    document = report(saved(tmp_path, tree), code=1)
+    assert only(document, "state-part-missing")["where"]["tensor"] == "b.weight"
+    assert document["checkpoints"][0]["resumable"]["answer"] is False
+    tree = state(MODEL)
+    del tree["optimizer"]["state"]["b.weight"]
+    document = report(saved(tmp_path, tree), code=0)
+    assert only(document, "state-absent-for-some")["severity"] == "info"
+    assert document["checkpoints"][0]["resumable"]["answer"] is True
+
+
+def test_masters_must_round_to_their_weights(tmp_path):
+    import ml_dtypes
+
+    master = np.random.default_rng(5).standard_normal((4, 6)).astype(np.float32)
+    for change, code in ((0.0, 0), (0.5, 1)):
+        low = master.astype(ml_dtypes.bfloat16)
+        tree = state({"a.weight": low}, **{"a.weight.master": master + np.float32(change)})
+        for kind in ("exp_avg", "exp_avg_sq"):
+            tree["optimizer"]["state"]["a.weight"][kind] = np.abs(master) * (1 if kind == "exp_avg" else 2)
+        document = report(saved(tmp_path, tree), "--level", "values")
+        if not any(r == "master" for r in _kinds_of(tmp_path / "state.pt")):
+            pytest.skip("masters are read under another name")
+        assert ("masters-differ" in kinds(document)) == bool(code)
+
+
+def _kinds_of(path):
+    return ckptctl("inspect", path, "--json").json["kinds"]
+
+
+def test_weights_alone_are_intact_and_resumable_only_where_asked(tmp_path):
+    path = saved(tmp_path, MODEL)
+    document = report(path, code=0)
+    assert document["checkpoints"][0]["intact"]["answer"] is True
+    assert document["checkpoints"][0]["resumable"] == {
+        "answer": False, "why": "no moments, no groups",
+        "loader": "torch.load, and load_state_dict of model and optimizer",
+        "lacks": ["moments", "groups", "scheduler", "rng", "counters"],
+    }  # fmt: skip
+    assert only(report(path, "--resumable", code=1), "not-resumable")["severity"] == "error"
+
+
+def test_the_header_level_reads_no_model_and_says_so(tmp_path):
+    row = report(saved(tmp_path, state(MODEL)), "--level", "header", code=0)["checkpoints"][0]
+    assert row["resumable"]["answer"] is None
+    assert row["intact"]["answer"] is True
+
+
+def test_every_file_is_told_of_when_several_are_cut(tmp_path):
+    shutil.copytree(BROKEN / "ok-sharded", tmp_path / "m")
+    cut = sorted((tmp_path / "m").glob("*.safetensors"))[:2]
+    for file in cut:
+        file.write_bytes(file.read_bytes()[:-3])
+    document = report(tmp_path / "m", code=1)
+    assert {f["where"]["file"] for f in document["findings"] if f["kind"] == "data-truncated"} == {f.name for f in cut}
+
+
+def test_files_that_are_not_what_they_seem_are_named_as_what_they_are(tmp_path):
+    shutil.copytree(BROKEN / "ok-sharded", tmp_path / "m")
+    (tmp_path / "m" / "optimizer.pt").write_bytes(b"")
+    (tmp_path / "m" / "scheduler.pt").write_text("<html>no</html>")
+    (tmp_path / "m" / "vocab.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (tmp_path / "m" / "extra.json").write_text("{")
+    (tmp_path / "m" / "x.safetensors.tmp").write_bytes(b"1")
+    (tmp_path / "m" / "modeling.py").write_text("")
+    (tmp_path / "m" / "gone.safetensors").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "elsewhere.txt").write_text("x")
+    (tmp_path / "m" / "notes.txt").symlink_to(tmp_path / "elsewhere.txt")
+    document = report(tmp_path / "m", "--level", "header", code=1)
+    assert {(f["kind"], f["where"]["file"]) for f in document["findings"]} >= {
+        ("empty-file", "optimizer.pt"), ("html-page", "scheduler.pt"), ("lfs-pointer", "vocab.json"),
+        ("config-not-json", "extra.json"), ("temporary-file", "x.safetensors.tmp"), ("carries-code", "modeling.py"),
+        ("broken-link", "gone.safetensors"), ("link-escapes", "notes.txt"),
+    }  # fmt: skip
+
+
+def test_the_hub_s_cache_is_no_link_that_escapes(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    import hashlib
+
+    data = (BROKEN / "ok-minimal.safetensors").read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    (blobs / digest).write_bytes(data)
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{digest}")
+    assert report(snapshot, "--checksums", code=0)["findings"] == []
+    (blobs / digest).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert kinds(report(snapshot, code=0)) == set()
+    assert only(report(snapshot, "--checksums", code=1), "checksum-mismatch")["where"]["file"] == "model.safetensors"
+
+
+def test_a_list_of_checksums_beside_the_files_is_checked(tmp_path):
+    import hashlib
+
+    data = (BROKEN / "ok-minimal.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data)
+    (tmp_path / "SHA256SUMS").write_text(
+        f"{hashlib.sha256(data).hexdigest()}  model.safetensors\n{'0' * 64}  gone.bin\n"
+    )
+    document = report(tmp_path, "--checksums", code=1)
+    assert [(f["kind"], f["where"]["file"]) for f in document["findings"]] == [("missing-file", "gone.bin")]
+
+
+def test_against_another_copy_every_file_is_compared(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder in (a, b):
+        shutil.copytree(BROKEN / "ok-sharded", folder)
+    assert report(a, "--against", b, code=0)["findings"] == []
+    file = sorted(a.glob("*.safetensors"))[0]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    (b / "more.txt").write_text("x")
+    document = report(a, "--against", b, code=1)
+    assert {(f["kind"], f["where"]["file"]) for f in document["findings"]} == {
+        ("checksum-mismatch", file.name), ("file-missing-beside", "more.txt"),
+    }  # fmt: skip
+    assert f"byte {len(data) - 1:,}" in only(document, "checksum-mismatch")["why"]
+
+
+def test_a_changed_byte_of_a_torch_file_is_found_by_its_checksum(tmp_path):
+    path = saved(tmp_path, state(MODEL))
+    assert report(path, "--level", "values", code=0)["findings"] == []
+    data = bytearray(path.read_bytes())
+    at = data.find(MODEL["b.weight"].tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert "checksum-mismatch" not in kinds(report(path))
+    assert "b.weight" in only(report(path, "--level", "values", code=1), "checksum-mismatch")["where"]["tensor"]
+
+
+def test_a_distributed_checkpoint_without_a_file_is_not_intact(tmp_path):
+    shutil.copytree(ckpt("torch/fsdp2_dp2_dcp"), tmp_path / "d")
+    assert report(tmp_path / "d", "--level", "values", code=0)["checked"]["tensors"] == 4 * 39
+    victim = sorted((tmp_path / "d").glob("*.distcp"))[0]
+    victim.write_bytes(victim.read_bytes()[:-40])
+    assert victim.name in json.dumps(report(tmp_path / "d", code=1))
+    victim.unlink()
+    document = report(tmp_path / "d", code=1)
+    assert victim.name in json.dumps(document["findings"])
+    assert document["checkpoints"][0]["intact"]["answer"] is False
+
+
+def run_of(tmp_path):
+    for step in (2, 10):
+        folder = tmp_path / f"step_{step}"
+        folder.mkdir()
+        torch_save(folder / "state.pt", {**state(MODEL), "step": step})
+    return tmp_path
+
+
+def test_a_run_is_one_checkpoint_a_step_and_the_newest_good_one_is_named(tmp_path):
+    run = run_of(tmp_path)
+    document = report(run, code=0)
+    assert [row["step"] for row in document["checkpoints"]] == [2, 10]
+    assert document["newest_resumable"] == str(run / "step_10")
+    file = run / "step_10" / "state.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    document = report(run, code=1)
+    assert document["newest_resumable"] == str(run / "step_2")
+    assert {f["checkpoint"] for f in document["findings"]} == {str(run / "step_10")}
+    (run / "latest").write_text("step_12")
+    assert "tracker-names-missing-step" in kinds(report(run, code=1))
+
+
+def test_several_paths_are_one_report(tmp_path):
+    document = report(BROKEN / "ok-minimal.safetensors", BROKEN / "overlap.safetensors", code=1)
+    assert [row["intact"]["answer"] for row in document["checkpoints"]] == [True, False]
+    assert {f["checkpoint"] for f in document["findings"]} == {str(BROKEN / "overlap.safetensors")}
+
+
+def test_rules_are_selected_and_ignored_by_code_kind_and_beginning():
+    path = BROKEN / "tensor-in-two-shards"
+    assert kinds(report(path)) == {"duplicate-tensor", "unreferenced-shard"}
+    assert kinds(report(path, "--select", "unreferenced-shard")) == {"unreferenced-shard"}
+    assert kinds(report(path, "--ignore", "CK407")) == {"duplicate-tensor"}
+    assert kinds(report(path, "--ignore", "CK4")) == set()
+    assert report(path, "--fail-on", "warning", code=1)["ok"] is False
+    assert report(path, "--fail-on", "warning", "--ignore", "CK4", code=0)["ok"] is True
+
+
+def test_what_is_ignored_does_not_answer_no():
+    path = BROKEN / "bin-crc-wrong"
+    row = report(path, "--level", "values", code=1)["checkpoints"][0]
+    assert row["intact"]["answer"] is False
+    row = report(path, "--level", "values", "--ignore", "checksum-mismatch", code=0)["checkpoints"][0]
+    assert row["intact"]["answer"] is True
+
+
+def test_a_baseline_hides_what_it_has_and_nothing_else(tmp_path):
+    path = tmp_path / "m"
+    shutil.copytree(BROKEN / "index-wrong-file", path)
+    assert ckptctl("validate", path, "--output", f"json={tmp_path / 'b.json'}", "--output", "text").code == 1
+    document = report(path, "--baseline", tmp_path / "b.json", code=0)
+    assert document["findings"] == []
+    assert document["suppressed"] == {"baseline": 2}
+    (path / "config.json").write_text("{")
+    assert kinds(report(path, "--baseline", tmp_path / "b.json", code=1)) == {"config-not-json"}
+
+
+def test_a_hostile_file_is_intact_and_not_safe():
+    row = report(BROKEN / "bin-runs-system", "--level", "values", code=1)["checkpoints"][0]
+    assert row["safe"]["answer"] is False
+    assert "system" in row["safe"]["why"]
+    assert row["intact"]["answer"] is True
+    assert row["resumable"]["answer"] is False
+
+
+def test_nothing_there_or_not_read_is_no_answer(tmp_path):
+    assert refused("validate", tmp_path / "gone")["code"] == "unrecognised"
+    (tmp_path / "empty").mkdir()
+    assert refused("validate", tmp_path / "empty")["code"] == "unrecognised"
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert refused("validate", tmp_path / "x.gguf")["code"] == "unsupported"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--level", "deep"], ["--fail-on", "never"], ["--select", "CK9"], ["--ignore", "nothing"], ["--output", "xml"],
+        ["--output", "json", "--output", "sarif"], ["--baseline", "gone.json"], ["--against", "gone"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_wrong_flags_are_usage(words):
+    assert ckptctl("validate", BROKEN / "ok-sharded", *words).code == 2
+
+
+def test_a_config_that_is_not_there_is_the_user_s_mistake():
+    assert ckptctl("validate", BROKEN / "ok-sharded", "--model-config", "gone").code == 3
