@@ -75,6 +75,8 @@ def add(app: typer.Typer) -> None:
         ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
+        module: options.MODULE = None,
+        key_map: options.KEY_MAP = None,
         memory: options.MEMORY = "256MiB",
         jobs: options.JOBS = 0,
         quiet: options.QUIET = False,
@@ -82,7 +84,7 @@ def add(app: typer.Typer) -> None:
     ) -> int:
         """Tell whether checkpoints are intact, safe, and can be resumed from. Changes nothing, runs nothing."""
         wanted = report.outputs([*(output or ()), *(["json"] if json else [])])
-        reading = operations.Reading(model_config, from_, step, param_order)
+        reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
         what = operations.Validation(
             level, checksums, against, tuple(select or ()), tuple(ignore or ()), fail_on, baseline, resumable
         )

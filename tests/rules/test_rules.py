@@ -18,7 +18,8 @@ OF_COMMANDS = {
     "dtype-not-in-target", "adapter-order", "adapter-orientation", "adapter-shape", "adapter-type", "adapter-unmatched",
     "busy", "merge-and-split", "merge-base", "model-config", "names-unknown", "no-memory", "part-missing",
     "plan-incomplete", "unsafe-path", "write-failed", "internal", "system", "groups-differ", "scalars-differ",
-    "compressed-corrupt", "config-shape-mismatch", "mapping",
+    "compressed-corrupt", "config-shape-mismatch", "mapping", "mesh-does-not-divide",
+    "module-prefix", "several-models", "family-unknown", "key-map", "key-map-unmapped",
 }  # fmt: skip
 _CODE = re.compile(
     r"""(?:code=|CODE = |\.note\(\s*|_problem\([\w.]+, |bad\([^()]*, )"([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\""""
