@@ -237,19 +237,30 @@ def _one(recipe: Recipe, key: Key, tensors: Mapping[Key, Tensor]) -> Made:
         tensor = tensors[old]
         if tensor.shown != taken.shape or tensor.logical is not None:
             raise _shape(old, tensor, taken.shape)
-        if tensor.dtype.name != first.dtype.name:
+        if (tensor.dtype.name, tensor.held.name) != (first.dtype.name, first.held.name):
             raise Unsupported(
                 f"{recipe.name} ({key.kind}) would be of two types",
-                why=f"{olds[0].name} is {first.dtype.name}, {old.name} {tensor.dtype.name}",
+                why=f"{olds[0].name} is {_types(first)}, {old.name} {_types(tensor)}",
                 fix="convert them to one type first (--dtype)",
+            )
+        if tensor.made is not None:
+            raise Unsupported(
+                f"{recipe.name} ({key.kind}) cannot be put together: {old.name} is merged with an adapter on the way",
+                fix="merge it first, by a conversion to hf, and convert the result",
             )
     why = next((tensors[k].why_unsupported for k in olds if tensors[k].why_unsupported), "")
     trains = {tensors[k].trainable for k in olds}
     sources = [(t.part, tensors[k].pieces) for k, t in zip(olds, recipe.taken, strict=True)]
-    pieces = Composed(sources, first.dtype.itemsize)
+    pieces = Composed(sources, first.held.itemsize)
     trainable = trains.pop() if len(trains) == 1 else None
-    made = Tensor(new, first.dtype, recipe.shape, pieces, trainable=trainable, why_unsupported=why)
+    cast_from = first.cast_from
+    made = Tensor(new, first.dtype, recipe.shape, pieces, trainable=trainable, why_unsupported=why, cast_from=cast_from)
     return Made(made, tuple(dict.fromkeys(olds)), unchanged=False)
+
+
+def _types(tensor: Tensor) -> str:
+    """A tensor's type, and the one that it is stored in where that is another."""
+    return tensor.dtype.name if tensor.cast_from is None else f"{tensor.dtype.name} stored as {tensor.cast_from.name}"
 
 
 def _is_scalar(tensor: Tensor, parameter: Shape) -> bool:

@@ -179,3 +179,15 @@ def test_parts_in_several_groups_or_with_other_scalars_make_no_parameter():
     other = Optimizer((), {(n, "count"): i == 3 for i, n in enumerate(names(2))})
     with pytest.raises(Unsupported, match="count is not the same"):
         regrouped(other, from_hub([stacked(2)]))
+
+
+def test_weights_stored_as_masters_are_put_together_as_what_is_stored():
+    bf16 = BY_NAME["bfloat16"]
+    parts_ = {Key(n): replace(whole(n, (2, 5), at=40 * i), dtype=bf16, cast_from=F32) for i, n in enumerate(names(3))}
+    made = remade(parts_, from_hub([stacked()]))[Key("fused")].tensor
+    assert (made.dtype, made.held) == (bf16, F32)
+    assert sorted(p.start for t in made.pieces for p in t) == [40 * i for i in range(6)]
+    assert {s for t in made.pieces for p in t for s in p.strides[-1:]} == {4}
+    mixed = {**parts_, Key("0.gate"): replace(parts_[Key("0.gate")], cast_from=None)}
+    with pytest.raises(Unsupported, match="would be of two types"):
+        remade(mixed, from_hub([stacked()]))

@@ -95,7 +95,7 @@ def target_facts(
         args["iteration"] = step
     if not source_args(source):
         args.update(
-            consumed_train_samples=0,
+            consumed_train_samples=_samples(source),
             consumed_valid_samples=0,
             skipped_train_samples=0,
             bf16=dtype == "bfloat16",
@@ -105,6 +105,15 @@ def target_facts(
             transformer_impl="transformer_engine" if choices.layer_spec == "te" else "local",
         )
     return Facts(args, "the result's args", source.facts.config or {})
+
+
+def _samples(source: Checkpoint) -> int:
+    """Samples that the run has seen, where the source counts them; 0 where not."""
+    for name in ("consumed_train_samples", "global_samples"):
+        value = source.values.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
 
 
 def _require_divides(facts: Facts, tp: int, ep: int) -> None:

@@ -123,7 +123,7 @@ def _settings(options: Mapping[str, Tree], fam: Sort, *, distributed: bool) -> d
         "lr_mult": options.get("lr_mult", options.get("pre_lr_mult", 1.0)),
         "is_decoupled_lr": options.get("is_decoupled_lr", False),
         "max_lr": options.get("max_lr", options.get("initial_lr", lr)),
-        "min_lr": options.get("min_lr", 0.0),
+        "min_lr": options.get("min_lr", lr),
         "lr": lr,
     }
     if distributed:

@@ -289,6 +289,10 @@ def _lines(target: Target, choices: Choices, form: str, true: int, padded: int) 
             if carried
             else Line("scheduler", "written", "a constant one: resume with --override-opt_param-scheduler")
         )
+    if target.content.source.format != "megatron" and target.step is not None:
+        samples = facts.number("consumed_train_samples", 0)
+        known = f"{samples} samples" if samples else "samples 0: the source does not count them"
+        lines.append(Line("counters", "written", f"iteration {target.step}, {known}"))
     dropped = [n for n in target.content.values if part_of(n) in ("rng", "other") and n not in OWN_VALUES]
     if dropped:
         lines.append(Line("other values", "dropped", f"{', '.join(dropped)}: Megatron has no place for them"))
@@ -306,12 +310,13 @@ def common(target: Target) -> dict[str, Tree]:
     values = target.content.values
     out: dict[str, Tree] = {"checkpoint_version": 3.0, "iteration": target.step or 0}
     if target.groups is not None:
-        out["opt_param_scheduler"] = values.get("opt_param_scheduler") or _schedule(target.groups, target.step or 0)
+        samples = target.facts.number("consumed_train_samples", 0)
+        out["opt_param_scheduler"] = values.get("opt_param_scheduler") or _schedule(target.groups, samples)
     out["num_floating_point_operations_so_far"] = values.get("num_floating_point_operations_so_far", 0)
     return out
 
 
-def _schedule(groups: state.Groups, step: int) -> dict[str, Tree]:
+def _schedule(groups: state.Groups, samples: int) -> dict[str, Tree]:
     """A schedule that stays where the source is, for sources without Megatron's. num_steps counts samples there.
 
     Source: Megatron-LM core_v0.16.1, megatron/core/optimizer_param_scheduler.py, state_dict.
@@ -319,16 +324,16 @@ def _schedule(groups: state.Groups, step: int) -> dict[str, Tree]:
     first = next(iter(groups.of.values()))
     decay = max(float(g["weight_decay"]) for g in groups.of.values())
     return {
-        "max_lr": first["max_lr"],
+        "max_lr": first["lr"],
         "lr_warmup_steps": 0,
-        "num_steps": step,
+        "num_steps": samples,
         "lr_decay_style": "constant",
-        "lr_decay_steps": max(1, step),
-        "min_lr": first["min_lr"],
+        "lr_decay_steps": max(1, samples),
+        "min_lr": first["lr"],
         "start_wd": decay,
         "end_wd": decay,
         "wd_incr_style": "constant",
-        "wd_incr_steps": max(1, step),
+        "wd_incr_steps": max(1, samples),
     }
 
 
