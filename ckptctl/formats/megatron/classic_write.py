@@ -62,7 +62,7 @@ class _Layout:
         shapes = dict(target.shapes)
         if target.tied:
             shapes[model.HEAD] = shapes[model.EMBEDDING]
-        self.local = stages.local_shapes(shapes, self.facts.tp, "the result")
+        self.local = stages.local_shapes(shapes, self.facts.tp, "the result", fused=target.fused)
         self.chunks = stages.chunks_of(target.weights, self.facts, tied=target.tied)
         self.order = model.order_fused if target.fused else model.order
 

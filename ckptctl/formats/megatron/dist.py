@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptctl.core.checkpoint import UnsafeGlobal
 from ckptctl.core.dtype import packed
 from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 from ckptctl.core.remake import Native, remade, to_hub
-from ckptctl.core.tensor import Key, Part, Source, Tensor
+from ckptctl.core.tensor import Key, Part, Piece, Source, Tensor
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
@@ -82,6 +85,8 @@ class _Folder:
         self.path, self.index, self.out = path, index, out
         self.files = DataFiles(path, index.files)
         self.heads = Heads(self.files)
+        self.raw: dict[Key, Tensor] = {}
+        """Tensors of the model's keys as the file has them."""
 
     def tensor(self, name: str, key: Key) -> Tensor:
         """A tensor of the index under a key."""
@@ -104,7 +109,7 @@ class _Folder:
 
 def _weights(folder: _Folder, out: Found) -> None:
     """Weights and states that have the model's keys."""
-    raw: dict[Key, Tensor] = {}
+    raw = folder.raw
     for name, item in folder.index.items.items():
         if not isinstance(item, Chunks) or ".gbuf_idx_" in name:
             continue
@@ -189,7 +194,7 @@ def _optimizer(tree: Tree, folder: _Folder, out: Found) -> None:
         out.has_optimizer = True
         out.tensors.update(flat.states(folder.index, folder.files, folder.heads, params, out))
     else:
-        _require_right(params, out)
+        _require_right(params, folder, out)
 
 
 def _parts(tree: Tree, folder: _Folder) -> list[Chained]:
@@ -219,22 +224,65 @@ def _grouped(part: Chained, names: list[list[str]], out: Found) -> None:
                 out.steps[n] = number_of(step)
 
 
-def _require_right(params: list[Param], out: Found) -> None:
+def _require_right(params: list[Param], folder: _Folder, out: Found) -> None:
     """Moments that the real writer misplaced cannot be moved. Source of the fault: core_v0.15.0 to v0.19.0.
 
     With fully_reshardable and a padded bucket before another, sharded_param_state_fully_reshardable slices a buffer
-    without padding by offsets that count it (core/optimizer/distrib_optimizer.py).
+    without padding by offsets that count it (core/optimizer/distrib_optimizer.py). The optimizer's copies of weights
+    are then not the weights; looked at only where the run had such buckets.
     """
     if not out.distributed or not flat.is_shifted(params, out.facts):
         return
+    wrong = next((k.name for k in folder.raw if k.kind == "master" and not _is_rounded(k, folder)), None)
+    if wrong is None:
+        return
     why = (
-        "megatron-core 0.15 to 0.19 writes fully_reshardable moments shifted where a bucket's end is padded, "
-        "as this run's are: they are not those of the parameters they are named after"
+        "megatron-core 0.15 to 0.19 writes fully_reshardable moments shifted where a bucket's end is padded, as this "
+        f"run's are: the optimizer's copy of {wrong} is not that weight"
     )
     for key, tensor in out.tensors.items():
         if key.kind != "weight":
             out.tensors[key] = replace(tensor, why_unsupported=why)
     out.warnings.append(f"the optimizer's state is damaged by its writer: {why}")
+
+
+_SAMPLE = 1024
+"""Elements that are compared at the first corner of each chunk."""
+
+
+def _is_rounded(key: Key, folder: _Folder) -> bool:
+    """Whether a float32 copy is its weight, rounded to the weight's type, at the beginning of each of its chunks."""
+    master, weight = folder.raw[key], folder.raw.get(Key(key.name))
+    if weight is None or weight.shape != master.shape:
+        return True
+    theirs = [p for table in weight.pieces for p in table]
+    for piece in (p for table in master.pieces for p in table):
+        other = next((w for w in theirs if _holds(w, piece.lo)), None)
+        if other is None or not piece.numel:
+            continue
+        n = min(_SAMPLE, _left(piece, piece.lo), _left(other, piece.lo))
+        a, b = (_elements(t, p, piece.lo, n, folder) for t, p in ((master, piece), (weight, other)))
+        with np.errstate(invalid="ignore", over="ignore"):
+            if a.astype(b.dtype).tobytes() != b.tobytes():
+                return False
+    return True
+
+
+def _holds(piece: Piece, at: tuple[int, ...]) -> bool:
+    return all(lo <= i < lo + n for i, lo, n in zip(at, piece.lo, piece.size, strict=True))
+
+
+def _left(piece: Piece, at: tuple[int, ...]) -> int:
+    """Elements from an index to the end of its row."""
+    return piece.lo[-1] + piece.size[-1] - at[-1] if at else 1
+
+
+def _elements(tensor: Tensor, piece: Piece, at: tuple[int, ...], n: int, folder: _Folder) -> npt.NDArray[Any]:
+    item = tensor.dtype.itemsize
+    start = piece.start + sum((i - lo) * s for i, lo, s in zip(at, piece.lo, piece.strides, strict=True))
+    if piece.strides and piece.strides[-1] != item:
+        n = 1
+    return np.frombuffer(folder.files.get(piece.source).read(start, n * item), tensor.dtype.numpy)
 
 
 def _values(root: Mapping[str, Tree], folder: _Folder, out: Found) -> None:

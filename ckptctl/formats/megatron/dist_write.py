@@ -107,8 +107,10 @@ def _key(name: str, target: Target) -> str:
     expert = _EXPERT.fullmatch(tail)
     if expert:
         return name.replace(".mlp.experts.local_experts.", ".mlp.experts.experts.")
-    if tail.startswith("pre_mlp_layernorm.") and not target.fused:
-        return model.fused_name(name)
+    if not target.fused and "layernorm." in tail:
+        latent = f"{name.partition(tail)[0]}self_attention.linear_kv_up_proj.weight" in target.weights
+        moved = tail.startswith(("input_layernorm.", "pre_mlp_layernorm.")) and not latent
+        return model.fused_name(name) if moved else name
     return target.fused_key(name)
 
 

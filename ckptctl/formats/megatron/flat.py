@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.core.dtype import packed
-from ckptctl.core.errors import Damaged, Unsupported
+from ckptctl.core.errors import CkptError, Damaged, Unsupported
 from ckptctl.core.remake import Native, remade, to_hub
 from ckptctl.core.tensor import Key, Part, Tensor
 from ckptctl.core.values import TensorRef, Tree
@@ -59,9 +59,9 @@ class _Mesh:
         shapes = {p.name: p.shape for p in params}
         if self.tied and model.EMBEDDING in shapes:
             shapes[model.HEAD] = shapes[model.EMBEDDING]
-        self.local = stages.local_shapes(shapes, facts.tp, NAME)
-        self.chunks = stages.chunks_of([p.name for p in params], facts, tied=self.tied)
         fused = facts.args.get("transformer_impl", "transformer_engine") != "local"
+        self.local = stages.local_shapes(shapes, facts.tp, NAME, fused=fused)
+        self.chunks = stages.chunks_of([p.name for p in params], facts, tied=self.tied)
         self._order = model.order_fused if fused else model.order
 
     def buffers(self, pp_rank: int) -> Iterator[tuple[list[Param], Buffer]]:
@@ -82,11 +82,15 @@ class _Mesh:
 
 
 def is_shifted(params: list[Param], facts: Facts) -> bool:
-    """Whether a run of these facts has a padded bucket before another, on any rank."""
-    if facts.ep > 1 or facts.optional("num_layers") is None:
-        return False
-    mesh = _Mesh(params, facts)
-    return any(placed.is_shifted for pp in range(facts.pp) for _, placed in mesh.buffers(pp))
+    """Whether a run of these facts has a padded bucket before another, on any rank; True where that cannot be told."""
+    several = facts.flag("overlap_grad_reduce") or (facts.tied and facts.pp > 1)
+    if not several or facts.optional("num_layers") is None:
+        return several
+    try:
+        mesh = _Mesh(params, facts)
+        return any(placed.is_shifted for pp in range(facts.pp) for _, placed in mesh.buffers(pp))
+    except CkptError:
+        return True
 
 
 def states(index: Index, files: DataFiles, heads: Heads, params: list[Param], out: Found) -> dict[Key, Tensor]:

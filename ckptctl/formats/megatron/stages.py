@@ -45,11 +45,16 @@ def chunks_of(names: Iterable[str], facts: Facts, *, tied: bool) -> dict[Chunk, 
     return out
 
 
-def local_shapes(shapes: Mapping[str, Shape], tp: int, where: str) -> dict[str, Shape]:
-    """The shape of a rank's part of each parameter. Damaged where ranks do not divide one, Unsupported if unknown."""
+def local_shapes(shapes: Mapping[str, Shape], tp: int, where: str, *, fused: bool | None = None) -> dict[str, Shape]:
+    """The shape of a rank's part of each parameter. Damaged where ranks do not divide one, Unsupported if unknown.
+
+    fused: whether layers are the Transformer Engine's, None where that is not known.
+    """
     out = {}
     for name, shape in shapes.items():
         axis = model.cut_axis(name)
+        if "_down_proj." in name and fused is not None:
+            axis = None if fused else 0  # latent attention; see model.places
         if isinstance(axis, str):
             if tp > 1:
                 raise Unsupported(
