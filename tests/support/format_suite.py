@@ -248,8 +248,8 @@ class FormatSuite:
             before, after = tree_bytes(here), tree_bytes(back)
             # What has no like in the other format, and was said: from then on nothing changes.
             if {"converted", "filled"} & set(fates):
-                good("convert", back, tmp_path / "again", "--to", other, *config)
-                good("convert", tmp_path / "again", tmp_path / "back", "--to", self.format, *config)
+                good("convert", back, tmp_path / f"again-{other}", "--to", other, *config)
+                good("convert", tmp_path / f"again-{other}", tmp_path / "back", "--to", self.format, *config)
                 before = tree_bytes(tmp_path / "back")
             for name, data in after.items():
                 assert data == before[name], f"{self.format} -> {other} -> {self.format}: {name} differs"

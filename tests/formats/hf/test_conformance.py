@@ -127,6 +127,6 @@ class TestHf(FormatSuite):
 
 
 def test_the_samples_are_all_folders_of_the_repository():
-    others = {"hf/llama-lora", "hf/mixtral-trainer", "hf/qwen2-trainer"}
+    others = {"hf/llama-lora", "hf/mixtral-trainer", "hf/qwen2-trainer", "hf/mixtral-fused-names"}
     there = {f"hf/{p.name}" for p in fixture("hf").iterdir()} - others
     assert there == {s.name for s in SAMPLES}
