@@ -249,8 +249,8 @@ class FormatSuite:
             # What has no like in the other format, and was said: from then on nothing changes.
             if {"converted", "filled"} & set(fates):
                 good("convert", back, tmp_path / f"again-{other}", "--to", other, *config)
-                good("convert", tmp_path / f"again-{other}", tmp_path / "back", "--to", self.format, *config)
-                before = tree_bytes(tmp_path / "back")
+                good("convert", tmp_path / f"again-{other}", tmp_path / f"back-{other}", "--to", self.format, *config)
+                before = tree_bytes(tmp_path / f"back-{other}")
             for name, data in after.items():
                 assert data == before[name], f"{self.format} -> {other} -> {self.format}: {name} differs"
             assert {n for n in before if n not in after} <= set(CARRIED)
