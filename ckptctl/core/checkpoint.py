@@ -145,6 +145,8 @@ class Checkpoint:
     warnings: tuple[str, ...] = ()
     quantized: str = ""
     """The quantization method where weights are packed: such tensors are copied byte for byte."""
+    model_path: tuple[PathKey, ...] = ()
+    """The keys under which a torch file has the model's dict; () where the file is that dict, or is no torch file."""
     module: str = ""
     """The attribute of an outer module that held the model: it stood before every name, and is left out of them."""
     modules: tuple[str, ...] = ()

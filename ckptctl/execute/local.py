@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.errors import CkptError, Interrupted, SourceChanged
+from ckptctl.core.errors import CkptError, Interrupted, SourceChanged, Usage
 from ckptctl.execute.cast import require_casts
 from ckptctl.execute.checks import FileChecks, extent_crc
 from ckptctl.execute.files import read_all
@@ -57,12 +57,14 @@ def run(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    in_place: bool = False,
     checksums: bool = False,
     progress: Callable[[Progress], None] | None = None,
     before_commit: Callable[[Path], None] | None = None,
 ) -> Outcome:
     """Write a job's result under its target's name, completely, or raise and leave what is done for resume=True.
 
+    in_place: the target is the source itself, and with overwrite the result takes its place when it is whole.
     checksums: the CRC-32 of every file is wanted (most are known anyway). progress is called from this thread, about
     ten times a second. before_commit gets the finished file or folder before it has its name: what it raises, stops the
     commit.
@@ -77,7 +79,10 @@ def run(
     sizes = sizes_for(job, budget)
     require_casts(job.plan.casts)
     require_paths(job.plan.files, job.folder)
-    require_apart(job.target, job.root, [job.root / job.sources[n].path for n in used_sources(job.plan)])
+    if not in_place:
+        require_apart(job.target, job.root, [job.root / job.sources[n].path for n in used_sources(job.plan)])
+    elif not job.target.samefile(job.root):
+        raise Usage("in place means that the target is the source", where=str(job.target), why=f"that is {job.root}")
     marks = source_marks(job)
     header = header_of(job, marks)
     with _terminable():

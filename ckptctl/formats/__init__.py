@@ -69,15 +69,17 @@ TARGETS: dict[str, Target] = {
         flags=frozenset({"max_shard_size", "bare"}),
         reshards=frozenset({"max_shard_size"}),
         naming="disk",
+        parts_apart=True,
     ),
     "trainer": Target(
         "a Trainer folder",
+        parts_apart=True,
         is_folder_of_weights=True,
         flags=frozenset({"max_shard_size", "names"}),
         reshards=frozenset({"max_shard_size"}),
         in_memory=True,
     ),
-    "torch": Target("a torch file", holds_averages=True, flags=frozenset({"index_keys", "names"})),
+    "torch": Target("a torch file", holds_averages=True, flags=frozenset({"index_keys", "names"}), parts_apart=True),
     "dcp": Target(
         "a DCP folder",
         holds_averages=True,
@@ -94,6 +96,7 @@ TARGETS: dict[str, Target] = {
     "torchtitan": Target("a torchtitan folder", flags=frozenset({"dp", "tp"}), naming="torchtitan"),
     "accelerate": Target(
         "an Accelerate folder",
+        parts_apart=True,
         holds_averages=True,
         flags=frozenset({"dp"}),
         reshards=frozenset({"dp"}),

@@ -109,6 +109,8 @@ class Target:
     in_memory: bool = False
     """Its tensors are loaded into a model as they are named: a name that only files have is no default for them."""
     own_names: bool = False
+    parts_apart: bool = False
+    """Whether weights may lie in files of their own, which mean the same without the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ class Choices:
     """plain or distributed; None: the source's, else by dp."""
     vocab_divisor: int | None = None
     layer_spec: str | None = None
+    weights_alone: bool = False
+    """No optimizer goes with the weights, nor is one to be made: a loader takes the model and nothing else."""
     updates: int | None = None
     """How often the optimizer updated every parameter alike, for targets that say it once."""
 

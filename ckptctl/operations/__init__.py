@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptctl.operations.inspecting import inspect, ls
     from ckptctl.operations.opening import Reading, open_checkpoint
     from ckptctl.operations.showing import show
+    from ckptctl.operations.stripping import strip
     from ckptctl.operations.validating import Validation, validate
 
 _HOME = {
@@ -29,6 +30,7 @@ _HOME = {
     "Reading": "opening",
     "open_checkpoint": "opening",
     "show": "showing",
+    "strip": "stripping",
     "Validation": "validating",
     "validate": "validating",
 }
@@ -46,6 +48,7 @@ __all__ = [
     "open_checkpoint",
     "reshard",
     "show",
+    "strip",
     "validate",
 ]
 

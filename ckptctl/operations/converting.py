@@ -85,9 +85,9 @@ def convert(
     """
     check_flags(wanted)
     running = running or Running()
-    budget = _budget(running)
-    _require_apart(running, Path(src), Path(dst))
-    source, evidence = _opened(src, reading)
+    budget = budget_of(running)
+    require_apart(running, Path(src), Path(dst))
+    source, evidence = opened(src, reading)
     adapters: list[Line] = []
     if wanted.merge_adapter:
         source, adapters = merged(source, wanted.merge_adapter, wanted)
@@ -115,13 +115,13 @@ def convert(
     )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")
-    planned = _planned(content, lines, wanted.to, choices, Path(dst), budget, _fingerprint(wanted, reading))
+    planned = planned_job(content, lines, wanted.to, choices, Path(dst), budget, fingerprint(repr(wanted), reading))
     document: Document = {
         "schema": "ckptctl.convert/1",
-        "source": _source(source, evidence.why),
+        "source": source_document(source, evidence.why),
         "target": {"format": wanted.to, "path": str(dst)},
     }
-    return _run(planned, document, running, budget, progress)
+    return run_planned(planned, document, running, budget, progress)
 
 
 def reshard(
@@ -147,9 +147,9 @@ def reshard(
     if reading is not None and reading.key_map is not None:
         raise Usage("--key-map: reshard keeps the source's names", fix="convert gives new ones")
     running = running or Running()
-    budget = _budget(running)
-    _require_apart(running, Path(src), Path(dst))
-    source, evidence = _opened(src, reading)
+    budget = budget_of(running)
+    require_apart(running, Path(src), Path(dst))
+    source, evidence = opened(src, reading)
     target = TARGETS.get(source.format)
     if target is None or not target.reshards:
         raise Unsupported(
@@ -185,7 +185,7 @@ def reshard(
     )
     check_flags(wanted)
     content, lines = content_of(source, wanted, own_names=True)
-    mesh = _mesh(source, wanted)
+    mesh = mesh_of(source, wanted)
     choices = Choices(
         parse_size(wanted.max_shard_size, "--max-shard-size"),
         own_names=target.own_names,
@@ -197,20 +197,20 @@ def reshard(
         layer_spec=wanted.layer_spec,
     )
     choices = replace(choices, **mesh)  # type: ignore[arg-type]
-    planned = _planned(content, lines, source.format, choices, Path(dst), budget, _fingerprint(wanted, reading))
+    planned = planned_job(content, lines, source.format, choices, Path(dst), budget, fingerprint(repr(wanted), reading))
     document: Document = {
         "schema": "ckptctl.reshard/1",
-        "source": _source(source, evidence.why),
+        "source": source_document(source, evidence.why),
         "target": {
             "format": source.format,
             "path": str(dst),
             "layout": {a: n for a, n in mesh.items() if a in target.reshards},
         },
     }
-    return _run(planned, document, running, budget, progress)
+    return run_planned(planned, document, running, budget, progress)
 
 
-def _mesh(source: Checkpoint, wanted: Conversion) -> dict[str, int]:
+def mesh_of(source: Checkpoint, wanted: Conversion) -> dict[str, int]:
     """The result's axes: the source's own where no flag says otherwise. --dp alone is a DCP's mesh of one axis."""
     own = source.layout
     dp = wanted.dp or own.get("dp") or own.get("world_size") or 1
@@ -224,7 +224,8 @@ def _mesh(source: Checkpoint, wanted: Conversion) -> dict[str, int]:
     return {"dp": dp, **axes}
 
 
-def _opened(src: Path | str, reading: Reading | None) -> tuple[Checkpoint, Any]:
+def opened(src: Path | str, reading: Reading | None) -> tuple[Checkpoint, Any]:
+    """A source that may be converted: safe, with tensors, one checkpoint, without slices that are unknown."""
     source, evidence = open_checkpoint(src, reading)
     require_safe(source)
     require_tensors(source)
@@ -233,7 +234,8 @@ def _opened(src: Path | str, reading: Reading | None) -> tuple[Checkpoint, Any]:
     return source, evidence
 
 
-def _budget(running: Running) -> Budget:
+def budget_of(running: Running) -> Budget:
+    """Memory and threads as the executor takes them. Usage for less memory than anything needs."""
     memory = parse_size(running.memory, "--memory")
     if memory < MEMORY_FLOOR:
         raise Usage(f"--memory {running.memory} is too little", why=f"{memory} bytes", fix="give at least 16MiB")
@@ -243,7 +245,8 @@ def _budget(running: Running) -> Budget:
 MEMORY_FLOOR = 16 << 20
 
 
-def _source(source: Checkpoint, why: str) -> Document:
+def source_document(source: Checkpoint, why: str) -> Document:
+    """What a report says of its source."""
     return {
         "path": source.root,
         "format": source.format,
@@ -253,23 +256,30 @@ def _source(source: Checkpoint, why: str) -> Document:
     }
 
 
-def _fingerprint(wanted: Conversion, reading: Reading | None) -> dict[str, str]:
+def fingerprint(wanted: str, reading: Reading | None) -> dict[str, str]:
     """What a resumed job must have in common with the interrupted one, besides the source's bytes and the plan."""
-    return {"conversion": repr(wanted), "reading": repr(reading or Reading())}
+    return {"conversion": wanted, "reading": repr(reading or Reading())}
 
 
-def _planned(
+def planned_job(
     content: Content,
     lines: list[Line],
     to: str,
     choices: Choices,
     dst: Path,
     budget: Budget,
-    fingerprint: dict[str, str],
+    mark: dict[str, str],
+    written: Written | None = None,
+    shaped: Callable[[Written], Written] | None = None,
+    whole: Checkpoint | None = None,
 ) -> Planned:
-    """Lay out, plan and check. Nothing is written."""
+    """Lay out, plan and check. Nothing is written.
+
+    written is the result where it is laid out already; shaped has the last word about its files; whole is the source
+    before parts of it were left out, for the account of its bytes.
+    """
     try:
-        return _checked(content, lines, to, choices, dst, budget, fingerprint)
+        return _checked(content, lines, to, choices, dst, budget, mark, written, shaped, whole or content.source)
     except RecursionError as err:
         raise Unsupported(
             "a value of the training state is nested too deep, or holds itself",
@@ -285,12 +295,18 @@ def _checked(
     choices: Choices,
     dst: Path,
     budget: Budget,
-    fingerprint: dict[str, str],
+    mark: dict[str, str],
+    written: Written | None,
+    shaped: Callable[[Written], Written] | None,
+    whole: Checkpoint,
 ) -> Planned:
     source = content.source
-    if TARGETS[to].one_step:
-        choices = replace(choices, updates=count_of_updates(content, budget))
-    written: Written = import_module(f"ckptctl.formats.{to}.write").write(content, choices)
+    if written is None:
+        if TARGETS[to].one_step:
+            choices = replace(choices, updates=count_of_updates(content, budget))
+        made: Written = import_module(f"ckptctl.formats.{to}.write").write(content, choices)
+        written = made
+    written = written if shaped is None else shaped(written)
     tensors = {**with_operands(source.tensors), **written.tensors}
     sources = (*source.sources, *written.sources)
     items = [*content.weights.values(), *content.states.values(), *content.held.values()]
@@ -305,9 +321,10 @@ def _checked(
     plan = Plan(written.files, index, casts, _extent_nbytes(budget))
     _require_possible(plan, dst)
     totals = check(plan)
-    job = fitted(Job(plan, totals, sources, Path(source.root), dst, written.folder, fingerprint), budget)
+    job = fitted(Job(plan, totals, sources, Path(source.root), dst, written.folder, mark), budget)
     used = {stored.key for i in items for stored in i.tensor.stored} | set(written.tensors)
-    spent = account({k: t for k, t in tensors.items() if not t.made}, sources, _sizes(source), used, source.ties)
+    counted = {**with_operands(whole.tensors), **tensors}
+    spent = account({k: t for k, t in counted.items() if not t.made}, sources, _sizes(source), used, whole.ties)
     told = [*(line for line in lines if line.part not in written.decided), *written.lines]
     return Planned(content, written, job.plan, job.totals, job, spent, tuple(told))
 
@@ -340,7 +357,7 @@ def _require_possible(plan: Plan, dst: Path) -> None:
         )
 
 
-def _require_apart(running: Running, src: Path, dst: Path) -> None:
+def require_apart(running: Running, src: Path, dst: Path) -> None:
     """Usage where --report or --plan-out would overwrite source or target, or cannot be written."""
     for flag, given in (("--report", running.report), ("--plan-out", running.plan_out)):
         if given is None:
@@ -357,9 +374,16 @@ def _require_apart(running: Running, src: Path, dst: Path) -> None:
             )
 
 
-def _run(
-    planned: Planned, document: Document, running: Running, budget: Budget, progress: OnProgress | None
+def run_planned(
+    planned: Planned,
+    document: Document,
+    running: Running,
+    budget: Budget,
+    progress: OnProgress | None,
+    *,
+    in_place: bool = False,
 ) -> Document:
+    """Run what is planned, where it is no dry run, and complete the document. in_place: the target is the source."""
     document["fidelity"] = [{"part": line.part, "fate": line.fate, "detail": line.detail} for line in planned.lines]
     spent = planned.account
     document["source_bytes"] = {
@@ -377,7 +401,14 @@ def _run(
         _write_plan(Path(running.plan_out), planned.plan)
     document["dry_run"] = running.dry_run
     if not running.dry_run:
-        outcome = run(planned.job, budget, resume=running.resume, overwrite=running.overwrite, progress=progress)
+        outcome = run(
+            planned.job,
+            budget,
+            resume=running.resume,
+            overwrite=running.overwrite,
+            in_place=in_place,
+            progress=progress,
+        )
         document["result"] = _result(outcome)
     if running.report is not None:
         Path(running.report).write_text(json.dumps(document, indent=2) + "\n")

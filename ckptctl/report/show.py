@@ -14,6 +14,7 @@ RENDERERS = {
     "ckptctl.convert": text.convert,
     "ckptctl.reshard": text.convert,
     "ckptctl.diff": text.diff,
+    "ckptctl.strip": text.strip,
 }
 
 

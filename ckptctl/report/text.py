@@ -256,6 +256,18 @@ def convert(d: Document, verbose: bool = False) -> None:
     )
 
 
+def strip(d: Document, verbose: bool = False) -> None:
+    """The text of `strip`: as convert's, and what was saved."""
+    convert(d, verbose)
+    saved = d["saved"]
+    share = 100 * saved["bytes"] / max(1, saved["before_bytes"])
+    would = "would save" if d["dry_run"] else "saved"
+    sys.stdout.write(
+        f"{would} {nbytes(saved['bytes'])} ({share:.0f}%): {nbytes(saved['before_bytes'])} before, "
+        f"{nbytes(saved['after_bytes'])} after\n"
+    )
+
+
 def _source_bytes(spent: Document) -> str:
     dropped = ", ".join(f"{nbytes(n)} {kind}" for kind, n in spent["dropped"].items()) or "nothing"
     gaps = f"{nbytes(spent['gaps'])} {spent['gap_reason']}"

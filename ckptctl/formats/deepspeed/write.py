@@ -48,9 +48,12 @@ def write(content: Content, choices: Choices) -> Written:
             if made.stage == 3 or rank == 0:
                 name = f"zero_pp_rank_{rank}_mp_rank_00" if made.stage == 3 else "mp_rank_00"
                 files.append(_file(f"{tag}/{name}_model_states.pt", made, partial(_model, made, rank)))
-        for rank in range(choices.dp):
+        for rank in range(choices.dp if made.has_shards else 0):
             name = f"{made.prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             files.append(_file(f"{tag}/{name}", made, partial(_shard, made, rank)))
+    if not made.has_shards:
+        how = "one model-states file, for load_checkpoint(load_module_only=True): no optimizer is beside it"
+        return Written(tuple(files), True, (Line("layout", "written", how),))
     how = "universal" if choices.universal else f"ZeRO-{made.stage} over {choices.dp} ranks"
     lines = [Line("layout", "written", f"{how}; {len(made.groups)} param groups")]
     widened = sum(i.tensor.held.name != "float32" for i in made.masters.values())
@@ -77,6 +80,11 @@ class _Run:
     own: dict[str, Any]
     config: dict[str, Any]
     casts: frozenset[tuple[str, str]]
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether ranks have files of an optimizer: not at stage 0, which stands for the model alone."""
+        return self.stage > 0
 
     @property
     def prefix(self) -> str:
@@ -153,6 +161,8 @@ class _Run:
         first = next((content.weights[n].dtype.name for n in candidates), "float32")
         config = dict(own.get("ds_config") or {})
         stage = choices.zero_stage or 2
+        if choices.weights_alone and stage != 3 and not choices.universal:
+            stage = 0  # at stage 3 the weights are the shards' masters and nothing else
         zero = config.get("zero_optimization")
         config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": stage}
         if first in _SECTION and _SECTION[first] not in config:
@@ -368,7 +378,7 @@ def _model(run: _Run, rank: int, made: TorchTree) -> Tree:
         "module": module,
         "buffer_names": list(run.buffers),
         "optimizer": None,
-        "param_shapes": [_shapes(run, names) for names in subs],
+        "param_shapes": [_shapes(run, names) for names in subs] if run.has_shards else None,
         "frozen_param_shapes": _shapes(run, run.frozen) if is_listed else None,
         "shared_params": dict(content.ties),
         "frozen_param_fragments": fragments if is_listed else None,

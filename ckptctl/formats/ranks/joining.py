@@ -89,7 +89,8 @@ class Joined:
         self.unknown.update(dict.fromkeys(str(f.name) for f in opened.unknown))
         self.unsupported += [(f"{path.name}: {where}", why) for where, why in opened.unsupported]
         self.names.append(name)
-        self.sizes.append(File(path.name, reader.nbytes))
+        is_state = self.files.is_verl and not path.name.startswith("model_")
+        self.sizes.append(File(path.name, reader.nbytes, "state" if is_state else "data"))
         slicer = Slicer(reader, rank, len(self.names) - 1, opened.directory)
         return slicer, opened.root
 

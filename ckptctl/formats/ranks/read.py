@@ -241,6 +241,7 @@ class _Set(Joined):
         file = self.path / FSDP_CONFIG
         if not (self.files.is_verl and file.is_file()):
             return
+        self.sizes.append(File(FSDP_CONFIG, file.stat().st_size, "config"))
         said = read_config(file, FSDP_CONFIG).get("world_size")
         if type(said) is int and said != self.files.world:
             raise Damaged(

@@ -141,6 +141,7 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         unknown_globals=tuple(str(f.name) for f in opened.unknown),
         unsupported=tuple(unsupported),
         warnings=(*unwrapped(found), *_one_moment(found)),
+        model_path=found.model_path,
         gap_reason="zip headers, pickle and alignment; parts of storages that no tensor views",
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import EMA, Optimizer
+from ckptctl.core.checkpoint import EMA, Optimizer, PathKey
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.core.output import Fill, OutputFile, Put, Region, Segment
@@ -223,7 +223,7 @@ def _names_without_group(content: Content) -> list[str]:
 def _tree(content: Content, choices: Choices, made: TorchTree) -> Tree:
     model = OrderedPairs({name: made.tensor(content.weights[content.ties.get(name, name)]) for name in content.weights})
     model.update({name: made.value(v) for name, v in content.model_values.items()})
-    root: dict[str, Tree] = {"model": model}
+    root = _around(model, content.source.model_path) if choices.own_names else {"model": model}
     averaged = averages(content)
     if content.optimizer is not None or len(content.states) > len(averaged):
         root["optimizer"] = _optimizer(content, choices, made)
@@ -237,6 +237,14 @@ def _tree(content: Content, choices: Choices, made: TorchTree) -> Tree:
             )
         root[name] = made.value(value)
     return root
+
+
+def _around(model: OrderedPairs, path: Sequence[PathKey]) -> dict[str, Tree]:
+    """The root with the model's dict under the source's own keys; the dict itself where the source is that."""
+    at: Tree = model
+    for key in reversed(path):
+        at = {key: at}
+    return at if isinstance(at, OrderedPairs) else dict(at)
 
 
 def _optimizer(content: Content, choices: Choices, made: TorchTree) -> Tree:
