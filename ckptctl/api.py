@@ -7,7 +7,7 @@ prints.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptctl import operations
@@ -247,6 +247,35 @@ def reshard(
     """What `ckptctl reshard` does; returns what its `--json` prints."""
     running = operations.Running(overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
     return operations.reshard(src, dst, None, running, dp=dp, max_shard_size=max_shard_size)
+
+
+def strip(
+    src: str | Path,
+    dst: str | Path | None = None,
+    *,
+    keep: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    in_place: bool = False,
+    yes: bool = False,
+    model_config: str | Path | None = None,
+    memory: str = "512MiB",
+    jobs: int = 0,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """What `ckptctl strip` does; returns what its `--json` prints."""
+    running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
+    return operations.strip(
+        src,
+        dst,
+        operations.Reading(model_config),
+        running,
+        keep=tuple(keep),
+        drop=tuple(drop),
+        in_place=in_place,
+        yes=yes,
+    )
 
 
 def diff(
