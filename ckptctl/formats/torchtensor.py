@@ -9,9 +9,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.dtype import packed
-from ckptctl.core.errors import Unsupported
+from ckptctl.core.errors import CkptError, Unsupported
 from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
 from ckptctl.core.values import Array, Held, OrderedPairs, Record, TensorRef, Tree
+from ckptctl.formats.state import number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -104,6 +105,20 @@ def read_array(ref: TensorRef, reader: ByteSource, limit: int = VALUE_LIMIT) -> 
         strides = tuple(s * item for s in ref.stride)
         data = np.lib.stride_tricks.as_strided(raw, (*ref.shape, item), (*strides, 1)).tobytes()
     return Array(ref.dtype.name, ref.shape, data)
+
+
+def steps_made(states: Mapping[Any, Mapping[str, Tree]], reader: ByteSource) -> int | None:
+    """The step that the first parameter with one counts; None where no state has one, or it is no whole number."""
+    for entry in states.values():
+        value = entry.get("step")
+        if isinstance(value, TensorRef) and value.numel == 1:
+            try:
+                return number(read_array(value, reader))
+            except CkptError:
+                return None
+        if value is not None:
+            return number(value)
+    return None
 
 
 def map_leaves(tree: Tree, convert: Callable[[TensorRef, str], Tree], path: str = "") -> Tree:

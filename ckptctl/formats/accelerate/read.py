@@ -23,7 +23,7 @@ from ckptctl.formats.shifted import shifted
 from ckptctl.formats.state import find
 from ckptctl.formats.torch import read as torch
 from ckptctl.formats.torchfile.read import open_torch
-from ckptctl.formats.torchtensor import tensor_of, value_of
+from ckptctl.formats.torchtensor import steps_made, tensor_of, value_of
 from ckptctl.formats.trainer.order import named
 
 if TYPE_CHECKING:
@@ -236,6 +236,8 @@ def _optimizer(out: _Reading, name: str, weights: Checkpoint | None, prefix: str
             for i, g in enumerate(optimizer.groups, len(out.groups))
         )
         out.optimizer(replace(optimizer, groups=groups, scalars=scalars), prefix, owner)
+        if out.step is None:
+            out.step = steps_made(found.states, reader)
 
 
 def _values(out: _Reading, parts: Parts) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import EMA, STEP_NAMES, Checkpoint, Facts, File, Optimizer, UnsafeGlobal
-from ckptctl.core.errors import CkptError, Unsupported
+from ckptctl.core.errors import Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Record, TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
@@ -21,7 +21,7 @@ from ckptctl.formats.parameters import named_states
 from ckptctl.formats.ranks import read as ranks
 from ckptctl.formats.state import Found, find, number, plain
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
-from ckptctl.formats.torchtensor import aliases, read_array, same_place, tensor_of, value_of
+from ckptctl.formats.torchtensor import aliases, same_place, steps_made, tensor_of, value_of
 from ckptctl.formats.wrapping import unwrapped
 
 if TYPE_CHECKING:
@@ -180,13 +180,4 @@ def _step(
         step = number(values.get(name))
         if step is not None:
             return step
-    for entry in found.states.values():
-        value = entry.get("step")
-        if isinstance(value, TensorRef) and value.numel == 1:
-            try:
-                return number(read_array(value, reader))
-            except CkptError:
-                return None
-        if value is not None:
-            return number(value)
-    return None
+    return steps_made(found.states, reader)

@@ -21,6 +21,8 @@ SCHEDULER = "scheduler.pt"
 SCALER = "scaler.pt"
 STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
+OTHER_VALUES = "other_values.bin"
+"""A file of this program: values that a Trainer has no place for. The Trainer passes it over."""
 RNG = re.compile(r"rng_state(?:_([0-9]{1,6}))?\.pth")
 _FSDP = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0", "optimizer.bin")
 _STATE_LIMIT = 256 << 20

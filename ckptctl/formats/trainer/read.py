@@ -16,9 +16,9 @@ from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf import read as hf
-from ckptctl.formats.state import Found, find, number
+from ckptctl.formats.state import find
 from ckptctl.formats.torchfile.read import open_torch
-from ckptctl.formats.torchtensor import read_array, tensor_of, value_of
+from ckptctl.formats.torchtensor import steps_made, tensor_of, value_of
 from ckptctl.formats.trainer import files
 from ckptctl.formats.trainer.order import named
 
@@ -107,6 +107,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
                 out.values[at] = out.value(out.tree(name, reader, "state"), at, reader)
     ranks = _random(out)
     _arguments(out)
+    _other(out)
     _warn(out, optimizer)
     return replace(
         weights,
@@ -147,7 +148,7 @@ def _optimizer(out: _Beside, weights: Checkpoint, facts: Facts, hints: Hints) ->
             if isinstance(leaf, TensorRef):
                 out.tensors[Key(at, kind)] = tensor_of(Key(at, kind), leaf, source)
         if out.step is None:
-            out.step = _counted(found, reader)
+            out.step = steps_made(found.states, reader)
         scalars = {k: out.value(v, ".".join(k), reader) for k, v in states.items() if not isinstance(v, TensorRef)}
         groups = tuple(
             Group(g.params, {k: out.value(v, f"param_groups.{i}.{k}", reader) for k, v in g.options.items()})
@@ -155,20 +156,6 @@ def _optimizer(out: _Beside, weights: Checkpoint, facts: Facts, hints: Hints) ->
         )
         options = {k: out.value(v, f"optimizer.{k}", reader) for k, v in optimizer.options.items()}
     return replace(optimizer, groups=groups, scalars=scalars, options=options)
-
-
-def _counted(found: Found, reader: FileBytes) -> int | None:
-    """What the optimizer's first parameter counts, for folders without a Trainer's state."""
-    for entry in found.states.values():
-        value = entry.get("step")
-        if isinstance(value, TensorRef) and value.numel == 1:
-            try:
-                return number(read_array(value, reader))
-            except CkptError:
-                return None
-        if value is not None:
-            return number(value)
-    return None
 
 
 def _state(out: _Beside) -> None:
@@ -195,6 +182,20 @@ def _random(out: _Beside) -> int | None:
         out.values["rng_states"] = states
         return max(r for r in states if r is not None) + 1
     return 1 if found else None
+
+
+def _other(out: _Beside) -> None:
+    """Values of other frameworks that a conversion put beside the Trainer's own."""
+    path = out.root / files.OTHER_VALUES
+    if not path.is_file():
+        return
+    with FileBytes(path, name=path.name) as reader:
+        more = out.tree(path.name, reader, "state")
+        if not isinstance(more, dict):
+            out.warnings.append(f"{path.name} holds no dict, and is passed over")
+            return
+        given = {str(k): out.value(v, str(k), reader) for k, v in more.items()}
+        out.values.update({k: v for k, v in given.items() if k not in out.values})
 
 
 def _arguments(out: _Beside) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import MASTER, part_of
+from ckptctl.core.checkpoint import MASTER
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported
 from ckptctl.core.output import OutputFile, Put, Region
 from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
-from ckptctl.core.values import holds_array
 from ckptctl.formats.hf.write import write as hf_write
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.formats.torch.write import TorchTree, merged_states
@@ -63,10 +62,11 @@ def write(content: Content, choices: Choices) -> Written:
     if isinstance(content.values.get("scaler"), dict):
         out.append(_torch_file(files.SCALER, content, _value(content.values["scaler"])))
         used.add("scaler")
-    left = [n for n in content.values if n not in used]
-    _refuse_losing(content, left)
+    left = {n: v for n, v in content.values.items() if n not in used}
     if left:
-        lines.append(Line("other values", "dropped", f"{', '.join(left)}: a Trainer folder has no place for them"))
+        out.append(_torch_file(files.OTHER_VALUES, content, _value(left)))
+        told = f"{', '.join(left)}: in {files.OTHER_VALUES}, which the Trainer passes over"
+        lines.append(Line("other values", "carried", told))
     own = _own_files(content, len(source.sources) + len(weights.sources))
     return Written(
         (*weights.files, *out, *own.files),
@@ -93,18 +93,6 @@ def _refuse_masters(content: Content) -> None:
             why="a Trainer's weights are what its optimizer updates",
             fix="write the masters as the weights: --weights master --dtype float32; "
             "or --to hf --no-optimizer for the weights alone",
-        )
-
-
-def _refuse_losing(content: Content, left: list[str]) -> None:
-    """StateNotCarried for values with tensors in them, such as averaged weights: they are no mere notes."""
-    lost = [n for n in left if part_of(n) == "other" and holds_array(content.values[n])]
-    if lost:
-        raise StateNotCarried(
-            f"a Trainer folder has no place for {', '.join(lost)}",
-            where=content.source.root,
-            why="there are tensors in it",
-            fix="convert to torch or dcp, which keep it, or leave it out where the checkpoint is made",
         )
 
 

@@ -151,3 +151,18 @@ def test_names_in_memory_are_those_of_the_run_s_transformers(version, joined, tm
     good("convert", tmp_path / "dcp", tmp_path / "out", "--to", "trainer", "--model-config", tmp_path / "config.json")
     assert ("model.layers.0.mlp.experts.gate_up_proj" in digests(tmp_path / "out")) is joined
     assert document("diff", tmp_path / "out", source, "--optimizer")["equal"]
+
+
+@pytest.mark.parametrize("name", ["torch/accelerate_fsdp2", "torch/accelerate_fsdp2_full", "torch/lightning_ckpt"])
+def test_other_frameworks_folders_become_a_trainers_at_their_step(name, tmp_path):
+    good("convert", ckpt(name), tmp_path / "out", "--to", "trainer", "--model-config", truth_config(name))
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 3
+
+
+@pytest.mark.parametrize("name", ["torch/lightning_ckpt", "torch/lightning_fsdp2_dir"])
+def test_what_a_trainer_has_no_place_for_goes_along(name, tmp_path):
+    good("convert", ckpt(name), tmp_path / "out", "--to", "trainer", "--model-config", truth_config(name))
+    good("convert", tmp_path / "out", tmp_path / "back.pt", "--to", "torch")
+    tree = torch_tree(tmp_path / "back.pt")
+    assert {"callbacks", "loops", "hyper_parameters", "pytorch-lightning_version"} <= tree.keys()
+    assert tree["global_step"] == 3
