@@ -237,16 +237,23 @@ def reshard(
     src: str | Path,
     dst: str | Path,
     *,
-    dp: int | None = None,
-    max_shard_size: str | None = None,
+    model_config: str | Path | None = None,
+    param_order: str | Path | None = None,
     memory: str = "512MiB",
     jobs: int = 0,
     overwrite: bool = False,
     resume: bool = False,
+    dry_run: bool = False,
+    **flags: Any,
 ) -> dict[str, Any]:
-    """What `ckptctl reshard` does; returns what its `--json` prints."""
-    running = operations.Running(overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
-    return operations.reshard(src, dst, None, running, dp=dp, max_shard_size=max_shard_size)
+    """What `ckptctl reshard` does; returns what its `--json` prints.
+
+    flags are the command's layout flags, with underscores: dp, tp, pp, vpp, ep, zero_stage, universal, megatron_format,
+    optimizer, max_shard_size, ... Usage for one that the source's format does not take.
+    """
+    reading = operations.Reading(model_config, param_order=param_order)
+    running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
+    return operations.reshard(src, dst, reading, running, **flags)
 
 
 def strip(

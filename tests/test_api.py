@@ -187,3 +187,11 @@ def test_names_of_the_package_are_there():
         assert getattr(ckptctl, name) is not None
     with pytest.raises(AttributeError):
         ckptctl.nope()
+
+
+def test_reshard_takes_the_commands_layout_flags(tmp_path):
+    done = ckptctl.reshard(ckpt("torch/fsdp2_dp2_dcp"), tmp_path / "out", dp=2, tp=2)
+    assert done["target"]["layout"] == {"dp": 2, "tp": 2}
+    with pytest.raises(Usage, match="--pp"):
+        ckptctl.reshard(ckpt("torch/fsdp2_dp2_dcp"), tmp_path / "no", pp=3)
+    assert not (tmp_path / "no").exists()
