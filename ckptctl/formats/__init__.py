@@ -90,7 +90,7 @@ TARGETS: dict[str, Target] = {
     "deepspeed": Target(
         "a DeepSpeed folder",
         one_step_a_group=True,
-        flags=frozenset({"dp", "zero_stage", "universal"}),
+        flags=frozenset({"dp", "ep", "zero_stage", "universal"}),
         reshards=frozenset({"dp", "tp", "pp", "ep", "zero_stage", "universal"}),
     ),
     "torchtitan": Target("a torchtitan folder", flags=frozenset({"dp", "tp"}), naming="torchtitan"),

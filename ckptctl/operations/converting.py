@@ -162,21 +162,20 @@ def reshard(
         if value is not None and name not in target.reshards:
             flag = f"--{name.replace('_', '-')}"
             raise Usage(f"{flag} does not apply to {source.format}", fix=f"leave {flag} out")
-    if source.format == "deepspeed":
-        for axis, size in (("tp", tp), ("pp", pp), ("ep", ep)):
-            if size is not None and size != 1:
-                raise Unsupported(
-                    f"--{axis} {size}: DeepSpeed folders are written over data-parallel ranks alone",
-                    fix=f"leave --{axis} out, or give 1",
-                )
-        tp = pp = ep = None
+    for name in sorted(target.reshards - target.flags):  # axes that the source may have, and that are not written
+        if asked.get(name) not in (None, 1):
+            raise Unsupported(
+                f"--{name} {asked[name]}: {target.called} is not written with more than one rank of that axis",
+                fix=f"leave --{name} out, or give 1",
+            )
+    if "zero_stage" in target.reshards:
         zero_stage = zero_stage or (None if universal else source.layout.get("zero_stage")) or 2
         dp = dp or source.layout.get("dp")
     wanted = Conversion(
         source.format,
         dp=dp,
-        tp=tp,
-        pp=pp,
+        tp=tp if "tp" in target.flags else None,
+        pp=pp if "pp" in target.flags else None,
         ep=ep,
         max_shard_size=max_shard_size or "5GB",
         zero_stage=zero_stage,
@@ -215,7 +214,8 @@ def mesh_of(source: Checkpoint, wanted: Conversion) -> dict[str, int]:
     own = source.layout
     dp = wanted.dp or own.get("dp") or own.get("world_size") or 1
     if "vpp" not in TARGETS[source.format].reshards:
-        return {"dp": dp, "tp": wanted.tp or (1 if wanted.dp else own.get("tp") or 1)}
+        ep = {"ep": wanted.ep or own.get("ep") or 1} if "ep" in TARGETS[source.format].flags else {}
+        return {"dp": dp, "tp": wanted.tp or (1 if wanted.dp else own.get("tp") or 1), **ep}
     axes = {a: getattr(wanted, a) or own.get(a) or 1 for a in ("tp", "pp", "vpp", "ep")}
     if wanted.pp is not None and wanted.vpp is None and wanted.pp == 1:
         axes["vpp"] = 1  # one stage has no chunks of its own

@@ -9,6 +9,7 @@ from ckptctl.core.checkpoint import MASTER, Checkpoint, Facts, File, Group, Opti
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import Damaged
 from ckptctl.core.tensor import Key, Tensor
+from ckptctl.formats.deepspeed import teams
 from ckptctl.formats.deepspeed.opened import plain_object
 from ckptctl.formats.hf.files import scan_folder
 from ckptctl.formats.torchtensor import aliases, tensor_of
@@ -149,7 +150,7 @@ class Build:
         states = any(k.kind not in ("weight", "buffer", "other") for k in self.tensors)
         if self.groups or self.scalars or states:
             optimizer = Optimizer(
-                tuple(self.groups), self.scalars, self.order_known, keyed="integers", unnamed=self.unnamed
+                teams.unsized(self.groups), self.scalars, self.order_known, keyed="integers", unnamed=self.unnamed
             )
         return Checkpoint(
             "deepspeed",

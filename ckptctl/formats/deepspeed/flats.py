@@ -1,0 +1,121 @@
+"""One rank's flat tensors of a DeepSpeed target, and what stands beside them in its optimizer-states file."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ckptctl.core.output import Fill, Put, Region
+from ckptctl.core.values import Global, OrderedPairs, Record, TensorRef, Tree
+from ckptctl.formats.deepspeed import layout
+from ckptctl.formats.deepspeed.run import F32
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptctl.core.dtype import DType
+    from ckptctl.formats.deepspeed.run import Run
+    from ckptctl.formats.deepspeed.teams import Team
+    from ckptctl.formats.target import Item
+    from ckptctl.formats.torch.write import TorchTree
+
+_LOSS = "deepspeed.runtime.fp16.loss_scaler"
+Parts = list[Region | Fill]
+
+
+def flat(made: TorchTree, parts: Sequence[Region | Fill], numel: int, dtype: DType = F32) -> TensorRef:
+    """A flat tensor of regions and padding."""
+    return made.packed(dtype, (numel,), parts or [Put(b"")])
+
+
+def slot_of(item: Item, dp: int, rank: int) -> tuple[Parts, int]:
+    """A rank's slot of a parameter that is cut on its own (ZeRO-3), and its elements. Padding is zeros."""
+    numel = math.prod(item.shape)
+    slot = layout.param_slot(numel, dp)
+    start, stop = min(numel, rank * slot), min(numel, (rank + 1) * slot)
+    parts: Parts = [_run(item, start, stop)] if stop > start else []
+    return parts + _zeros(slot - (stop - start), "parameter padding", item.dtype), slot
+
+
+def piece(run: Run, made: TorchTree, team: Team, items: Mapping[str, Item], *, pad: bool) -> TensorRef:
+    """One rank's flat tensor of a group, or at stage 3 of a sub-group."""
+    if run.stage == 3:
+        slots = [slot_of(items[name], team.dp, team.rank) for name in team.names]
+        return flat(made, [p for parts, _ in slots for p in parts], sum(n for _, n in slots))
+    parts: Parts = [_run(items[team.names[i]], start, stop) for i, start, stop in runs(run, team)]
+    held, slot = sum(p.numel for p in parts if isinstance(p, Region)), group_slot(run, team)
+    return flat(made, [*parts, *_zeros(slot - held, "flat group padding")], slot) if pad else flat(made, parts, held)
+
+
+def group_slot(run: Run, team: Team) -> int:
+    """Elements of a rank's piece of a group, padding included (ZeRO-1 and 2)."""
+    return layout.group_slot(sum(map(run.numel, team.names)), team.dp)
+
+
+def runs(run: Run, team: Team) -> list[tuple[int, int, int]]:
+    """(position, start, stop) of the runs of parameters that a rank's piece of a group holds (ZeRO-1 and 2)."""
+    slot = group_slot(run, team)
+    return list(layout.runs_of(map(run.numel, team.names), team.rank * slot, (team.rank + 1) * slot))
+
+
+def slices(run: Run, team: Team) -> OrderedPairs:
+    """param_slice_mappings: where in the rank's piece each parameter starts, and how much of it is there."""
+    out, at = OrderedPairs(), 0
+    for position, start, stop in runs(run, team):
+        state = {"numel": stop - start, "start": at}
+        address = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+        out[team.local[position]] = Record(address, (), "newobj", state=state, has_state=True)
+        at += stop - start
+    return out
+
+
+def state(run: Run, made: TorchTree, number: int, team: Team) -> dict[str, Tree]:
+    """A flat group's state: moments as flat tensors, and the first parameter's single values for all."""
+    out: dict[str, Tree] = {}
+    first = next(iter(team.names), "")
+    at = step(run, made, first)
+    if at is not None:
+        out["step"] = at
+    for kind in run.kinds[number]:
+        out[kind] = piece(run, made, team, {n: run.states[n][kind] for n in team.names}, pad=True)
+    for (owner, kind), value in run.scalars.items():
+        if owner == first and kind != "step":
+            out[kind] = made.value(value)
+    return out
+
+
+def step(run: Run, made: TorchTree, name: str) -> Tree:
+    """A parameter's step, None where it has none. That a group has one is checked before (operations/masters)."""
+    item = run.states.get(name, {}).get("step")
+    return made.value(run.scalars.get((name, "step"))) if item is None else made.tensor(item)
+
+
+def scaling(run: Run) -> dict[str, Tree]:
+    """Loss scale and overflow: DeepSpeed's own object, of the source's class where it has one."""
+    own = run.own.get("loss_scaler")
+    name, inner = "LossScaler", {"cur_scale": float(run.own.get("cur_scale", 1.0)), "dynamic": False}
+    if isinstance(own, dict) and str(own.get("class", "")).startswith(_LOSS):
+        name, inner = str(own["class"]).rpartition(".")[2], {k: v for k, v in own.items() if k != "class"}
+    return {
+        "loss_scaler": Record(Global(_LOSS, name), (), "newobj", state=inner, has_state=True),
+        "dynamic_loss_scale": bool(run.own.get("dynamic_loss_scale", False)),
+        "overflow": bool(run.own.get("overflow", False)),
+    }
+
+
+def stage_enum(stage: int) -> Record:
+    """ZeRO's stage as DeepSpeed pickles it."""
+    return Record(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
+
+
+def options(run: Run, made: TorchTree, number: int, members: list[int]) -> dict[str, Tree]:
+    """A param group as the optimizer's state dict has it."""
+    return {**{k: made.value(v) for k, v in run.groups[number].options.items()}, "params": members}
+
+
+def _run(item: Item, start: int, stop: int) -> Region:
+    return Region(item.key, item.dtype, (math.prod(item.shape),), (start,), (stop - start,))
+
+
+def _zeros(numel: int, why: str, dtype: DType = F32) -> Parts:
+    return [Fill(numel * dtype.itemsize, b"\0", why)] if numel else []

@@ -1,0 +1,206 @@
+"""What every file of a DeepSpeed target says: groups in order, masters and states by name, settings. No files here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.checkpoint import MASTER, Group, Optimizer
+from ckptctl.core.dtype import BY_NAME
+from ckptctl.core.errors import MissingFact, Unsupported
+from ckptctl.formats.deepspeed import layout, teams
+from ckptctl.formats.target import Item
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptctl.core.values import Tree
+    from ckptctl.formats.deepspeed.teams import Team
+    from ckptctl.formats.target import Choices, Content
+
+F32 = BY_NAME["float32"]
+VERSION = "0.19.8"
+"""What files say wrote them where the source does not: the version whose files are the test."""
+SUB_GROUP_SIZE = 1_000_000_000
+"""zero_optimization.sub_group_size where the source's configuration has none. Source: DeepSpeed 0.19.8, config.py."""
+_WIDENED = ("float32", "bfloat16", "float16")
+_SECTION = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that could have written the target.
+
+    kinds are the states of each group; experts the number of experts of each MoE layer, by what stands before them.
+    """
+
+    content: Content
+    dp: int
+    ep: int
+    stage: int
+    groups: Sequence[Group]
+    masters: Mapping[str, Item]
+    states: Mapping[str, Mapping[str, Item]]
+    kinds: Sequence[Sequence[str]]
+    experts: Mapping[str, int]
+    frozen: Sequence[str]
+    buffers: Sequence[str]
+    dtype: str
+    own: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps of the run."""
+        return self.content.source.step or 0
+
+    @property
+    def version(self) -> str:
+        """The DeepSpeed that files say wrote them."""
+        return str(self.own.get("ds_version") or VERSION)
+
+    @property
+    def scalars(self) -> Mapping[tuple[str, str], Tree]:
+        """What is no tensor in a parameter's state, by (name, kind)."""
+        return self.content.optimizer.scalars if self.content.optimizer else {}
+
+    @property
+    def casts(self) -> frozenset[tuple[str, str]]:
+        """Casts to float32 that masters and moments need."""
+        every = [*self.masters.values(), *(i for s in self.states.values() for k, i in s.items() if k != "step")]
+        return frozenset((i.tensor.held.name, F32.name) for i in every if i.tensor.held.name != F32.name)
+
+    def numel(self, name: str) -> int:
+        """Elements of a parameter."""
+        return math.prod(self.content.weights[name].shape)
+
+    def flats(self, rank: int) -> list[tuple[int, Team]]:
+        """A rank's flat groups, with the param group that each is of: one a group, or at stage 3 its sub-groups."""
+        out = []
+        for number, group in enumerate(self.groups):
+            if self.stage != 3:
+                out.append((number, teams.team(group.params, self.dp, self.ep, rank)))
+                continue
+            numels = [self.numel(n) for n in group.params]
+            for sub in layout.sub_groups(numels, self.dp, self._sub_group_numel()):
+                names = [group.params[i] for i in sub]
+                out.append((number, teams.team(names, self.dp, 1, rank)))
+        return out
+
+    def _sub_group_numel(self) -> int:
+        zero = self.config.get("zero_optimization")
+        size = zero.get("sub_group_size") if isinstance(zero, dict) else None
+        return int(size) if isinstance(size, (int, float)) and size > 0 else SUB_GROUP_SIZE
+
+
+def run_of(content: Content, choices: Choices) -> Run:
+    """Sorts the content. Raises Unsupported or MissingFact for what has no place."""
+    weights = content.weights
+    buffers = [n for n, i in weights.items() if i.key.kind == "buffer" or not i.dtype.is_float]
+    candidates = [n for n in weights if n not in content.ties and n not in buffers]
+    optimizer = content.optimizer or Optimizer(())
+    groups = [
+        Group(tuple(n for n in g.params if n in weights and n not in content.ties), g.options, g.owner)
+        for g in optimizer.groups
+    ] or [Group(tuple(candidates), {})]
+    experts = teams.counts(weights)
+    stage = choices.zero_stage or 2
+    if experts:
+        _require_place(content, stage, choices)
+        groups = teams.expert_groups(groups, choices.dp, choices.ep)
+    elif choices.ep > 1:
+        raise Unsupported(
+            f"--ep {choices.ep}: the model has no experts of DeepSpeed's", fix="leave --ep out, or give 1"
+        )
+    listed = dict.fromkeys(n for g in groups for n in g.params)
+    astray = next((n for n, _ in content.states if n not in listed and n not in content.ties), None)
+    if astray is not None:
+        raise MissingFact(
+            f"{astray} has state, and is in no param group",
+            where=content.source.root,
+            why="flat tensors are by group, in the group's order",
+            fix="--no-optimizer lets the state go",
+            code="param-order",
+        )
+    states = _states(content)
+    own = content.values.get("deepspeed")
+    own = own if isinstance(own, dict) else {}
+    dtype = next((weights[n].dtype.name for n in candidates), F32.name)
+    return Run(
+        content,
+        choices.dp,
+        choices.ep,
+        stage,
+        groups,
+        {name: _master(content, name) for name in listed},
+        states,
+        [_kinds(g.params, states) for g in groups],
+        experts,
+        [n for n in candidates if n not in listed],
+        buffers,
+        dtype,
+        own,
+        _config(own, stage, dtype),
+    )
+
+
+def _require_place(content: Content, stage: int, choices: Choices) -> None:
+    """Unsupported where DeepSpeed itself has no form for experts. Source: 0.19.8, runtime/engine.py, stage3.py."""
+    if stage == 3 or choices.universal:
+        form = "a universal folder" if choices.universal else "ZeRO-3"
+        raise Unsupported(
+            f"experts of DeepSpeed's MoE layers have no place in {form}",
+            where=content.source.root,
+            why="DeepSpeed neither trains nor converts them so",
+            fix="--zero-stage 1 or 2",
+        )
+
+
+def _master(content: Content, name: str) -> Item:
+    """What a parameter's float32 master is made of: its own master, else the weight."""
+    base = content.states.get((name, MASTER)) or content.weights[name]
+    if base.tensor.held.name not in _WIDENED:
+        raise Unsupported(f"{name} is {base.tensor.held.name}: no float32 master can be made of it")
+    return Item(base.key, base.tensor, F32)
+
+
+def _states(content: Content) -> dict[str, dict[str, Item]]:
+    """States by name and kind, less masters and those of aliases. Steps keep their type, others are float32."""
+    out: dict[str, dict[str, Item]] = {}
+    for (name, kind), item in content.states.items():
+        if kind == MASTER or name in content.ties:
+            continue
+        if kind != "step" and item.shape != content.weights[name].shape:
+            raise Unsupported(
+                f"{kind} of {name} has shape {item.shape}: DeepSpeed's flat tensors hold states of the "
+                "parameter's own shape",
+                where=content.source.root,
+                fix="--no-optimizer lets the state go",
+            )
+        out.setdefault(name, {})[kind] = item if kind == "step" else Item(item.key, item.tensor, F32)
+    return out
+
+
+def _kinds(names: Sequence[str], states: Mapping[str, Mapping[str, Item]]) -> list[str]:
+    """The states of a group: every parameter must have the same."""
+    kinds = list(dict.fromkeys(k for n in names for k in states.get(n, {}) if k != "step"))
+    for kind in kinds:
+        without = next((n for n in names if kind not in states.get(n, {})), None)
+        if without is not None:
+            raise Unsupported(
+                f"{without} has no {kind}, and others of its param group have",
+                why="one flat tensor holds the whole group's",
+                fix="--no-optimizer lets the state go",
+            )
+    return kinds
+
+
+def _config(own: Mapping[str, Any], stage: int, dtype: str) -> dict[str, Any]:
+    """The run's configuration, with the target's stage and type."""
+    config = dict(own.get("ds_config") or {})
+    zero = config.get("zero_optimization")
+    config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": stage}
+    if dtype in _SECTION:
+        config.setdefault(_SECTION[dtype], {"enabled": True})
+    return config
