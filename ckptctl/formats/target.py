@@ -140,6 +140,8 @@ class Choices:
     layer_spec: str | None = None
     weights_alone: bool = False
     """No optimizer goes with the weights, nor is one to be made: a loader takes the model and nothing else."""
+    param_order: tuple[str, ...] = ()
+    """The names of the optimizer's parameters in its order, where the user gives them."""
     updates: int | None = None
     """How often the optimizer updated every parameter alike, for targets that say it once."""
 

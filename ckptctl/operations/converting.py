@@ -23,6 +23,7 @@ from ckptctl.operations.merging import merged
 from ckptctl.operations.naming import for_target, named_for
 from ckptctl.operations.opening import (
     Reading,
+    given_order,
     open_checkpoint,
     require_one_source,
     require_plain,
@@ -112,6 +113,7 @@ def convert(
         optimizer=wanted.optimizer,
         vocab_divisor=wanted.vocab_divisor,
         layer_spec=wanted.layer_spec,
+        param_order=given_order(reading.param_order) if reading else (),
     )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")
@@ -194,6 +196,7 @@ def reshard(
         optimizer=wanted.optimizer,
         vocab_divisor=wanted.vocab_divisor,
         layer_spec=wanted.layer_spec,
+        param_order=given_order(reading.param_order) if reading else (),
     )
     choices = replace(choices, **mesh)  # type: ignore[arg-type]
     planned = planned_job(content, lines, source.format, choices, Path(dst), budget, fingerprint(repr(wanted), reading))

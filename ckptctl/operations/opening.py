@@ -49,7 +49,7 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     else:
         evidence = formats.detect(step_folder(path, reading.step) if path.is_dir() else path)
         reader = formats.reader(evidence.format)
-    checkpoint = reader.read(evidence.path, formats.Hints(given, _order(reading.param_order), reading.module))
+    checkpoint = reader.read(evidence.path, formats.Hints(given, given_order(reading.param_order), reading.module))
     if given.config is not None:
         checkpoint = replace(checkpoint, facts=given)
     if not checkpoint.quantized:
@@ -126,7 +126,8 @@ def read_key_map(file: Path) -> KeyMap:
     return key_map(data, str(file))
 
 
-def _order(path: Path | str | None) -> tuple[str, ...]:
+def given_order(path: Path | str | None) -> tuple[str, ...]:
+    """The names in a --param-order file, a name a line. MissingFile where there is none."""
     if path is None:
         return ()
     file = Path(path)

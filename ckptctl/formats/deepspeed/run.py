@@ -10,6 +10,7 @@ from ckptctl.core.checkpoint import MASTER, Group, Optimizer
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.formats.deepspeed import layout, teams
+from ckptctl.formats.deepspeed.order import ordered
 from ckptctl.formats.target import Item
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Run:
     dtype: str
     own: Mapping[str, Any]
     config: Mapping[str, Any]
+    whose: str
+    """Whose order the parameters of each group are in; "" where there is none."""
 
     @property
     def step(self) -> int:
@@ -113,6 +116,9 @@ def run_of(content: Content, choices: Choices) -> Run:
         raise Unsupported(
             f"--ep {choices.ep}: the model has no experts of DeepSpeed's", fix="leave --ep out, or give 1"
         )
+    whose = ""
+    if not choices.universal:
+        groups, whose = ordered(content, groups, choices.param_order)
     listed = dict.fromkeys(n for g in groups for n in g.params)
     astray = next((n for n, _ in content.states if n not in listed and n not in content.ties), None)
     if astray is not None:
@@ -142,6 +148,7 @@ def run_of(content: Content, choices: Choices) -> Run:
         dtype,
         own,
         _config(own, stage, dtype),
+        whose,
     )
 
 

@@ -34,11 +34,16 @@ def write(content: Content, choices: Choices) -> Written:
     else:
         files = list(_regular(run))
         how = f"ZeRO-{run.stage} over {run.dp} ranks" + (f", experts over {run.ep} of them" if run.experts else "")
-    lines = [Line("layout", "written", f"{how}; {len(run.groups)} param groups")]
+    order = f" in {run.whose} order" if run.whose else ""
+    lines = [Line("layout", "written", f"{how}; {len(run.groups)} param groups{order}")]
+    if not run.states:
+        fresh = "none in the source: load_checkpoint(..., load_optimizer_states=False) begins with a fresh optimizer"
+        lines.append(Line("optimizer state", "absent", fresh))
     widened = sum(i.tensor.held.name != F32.name for i in run.masters.values())
     if widened:
         lines.append(Line("masters", "filled", f"{widened} of {len(run.masters)}: the weights, widened to float32"))
-    return Written(tuple(files), True, tuple(lines), casts=run.casts)
+    decided = frozenset() if run.states else frozenset({"optimizer state"})
+    return Written(tuple(files), True, tuple(lines), casts=run.casts, decided=decided)
 
 
 def _regular(run: Run) -> Iterator[OutputFile]:

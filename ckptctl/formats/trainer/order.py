@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptctl.core.checkpoint import WEIGHTS
 from ckptctl.core.errors import MissingFact
 from ckptctl.formats.parameters import named_states
+from ckptctl.formats.registered import NAMESPACES, registered
 from ckptctl.names import family
 
 if TYPE_CHECKING:
@@ -25,12 +26,10 @@ if TYPE_CHECKING:
     from ckptctl.formats import Hints
     from ckptctl.formats.state import Found
     from ckptctl.formats.target import Content
-    from ckptctl.names import Namespace, Parameter
+    from ckptctl.names import Parameter
 
     Shapes = Mapping[str, tuple[int, ...]]
     Named = tuple[Optimizer, dict[tuple[str, str], Tree]]
-
-NAMESPACES: tuple[Namespace, ...] = ("module5", "module4", "disk")
 
 
 def named(found: Found, weights: Checkpoint, facts: Facts, hints: Hints, where: str) -> Named:
@@ -97,11 +96,9 @@ def numbering(content: Content) -> list[tuple[str, bool]]:
     facts = content.source.facts
     known = family(facts.config) if facts.config is not None else None
     trained = {n for g in content.optimizer.groups for n in g.params} if content.optimizer else set()
-    if known is not None:
-        for space in NAMESPACES:
-            parameters = known.parameters(space)
-            if trained <= {p.name for p in parameters}:
-                return [(p.name, p.decays) for p in parameters]
+    parameters = registered(facts, trained)
+    if parameters is not None:
+        return [(p.name, p.decays) for p in parameters]
     groups = content.optimizer.groups if content.optimizer else ()
     if content.source.format == "trainer" and len(groups) == 2:
         return [(n, number == 0) for number, g in enumerate(groups) for n in g.params]
