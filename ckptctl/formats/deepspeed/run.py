@@ -107,6 +107,9 @@ def run_of(content: Content, choices: Choices) -> Run:
         Group(tuple(n for n in g.params if n in weights and n not in content.ties), g.options, g.owner)
         for g in optimizer.groups
     ] or [Group(tuple(candidates), {})]
+    whose = ""
+    if not choices.universal:
+        groups, whose = ordered(content, groups, choices.param_order)
     experts = teams.counts(weights)
     stage = choices.zero_stage or 2
     if experts:
@@ -116,9 +119,6 @@ def run_of(content: Content, choices: Choices) -> Run:
         raise Unsupported(
             f"--ep {choices.ep}: the model has no experts of DeepSpeed's", fix="leave --ep out, or give 1"
         )
-    whose = ""
-    if not choices.universal:
-        groups, whose = ordered(content, groups, choices.param_order)
     listed = dict.fromkeys(n for g in groups for n in g.params)
     astray = next((n for n, _ in content.states if n not in listed and n not in content.ties), None)
     if astray is not None:

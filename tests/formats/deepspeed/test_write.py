@@ -66,11 +66,82 @@ def test_what_a_run_goes_on_with_is_carried(tmp_path):
         assert config["zero_optimization"]["stage"] == 3
 
 
+MOE = "deepspeed/moe-ep2-dp4-zero2-bf16"
+
+
 @pytest.mark.real
-def test_experts_are_refused(tmp_path):
-    error = refused("reshard", source("deepspeed/moe-ep2-dp4-zero2-bf16"), tmp_path / "out", "--dp", "2")
+@pytest.mark.parametrize(("dp", "ep"), [(2, 1), (4, 4), (4, 2), (6, 2)])
+def test_experts_are_cut_over_another_number_of_ranks(dp, ep, tmp_path):
+    good("reshard", source(MOE), tmp_path / "out", "--dp", dp, "--ep", ep)
+    found = document("diff", source(MOE), tmp_path / "out", "--optimizer")
+    assert found["equal"] is True, found["differences"][:3]
+    layout = document("inspect", tmp_path / "out")["layout"]
+    assert (layout["dp"], layout["ep"]) == (dp, ep)
+    files = sorted(p.name for p in (tmp_path / "out" / "global_step3").glob("layer_*"))
+    assert files == [f"layer_{la}_expert_{e}_mp_rank_00_model_states.pt" for la in (0, 1) for e in range(4)]
+
+
+@pytest.mark.real
+def test_experts_at_the_size_they_had_are_the_very_same_flat_tensors(tmp_path):
+    good("reshard", source(MOE), tmp_path / "out")
+    with ckptctl.open(source(MOE)) as old, ckptctl.open(tmp_path / "out") as new:
+        a, b = old.checkpoint, new.checkpoint
+        assert [(g.params, dict(g.options)) for g in a.optimizer.groups] == [
+            (g.params, dict(g.options)) for g in b.optimizer.groups
+        ]
+        for key, tensor in a.tensors.items():  # cut at the same elements
+            assert [(p.lo, p.size) for t in tensor.pieces for p in t] == [
+                (p.lo, p.size) for t in b.tensors[key].pieces for p in t
+            ], key
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dp", "3"], "--ep 2 does not divide --dp 3"),
+        (["--dp", "3", "--ep", "3"], "--ep 3 does not divide blocks.0.moe"),
+        (["--zero-stage", "3"], "ZeRO-3"),
+        (["--universal"], "universal"),
+    ],
+)
+def test_where_experts_have_no_place_is_said(words, said, tmp_path):
+    error = refused("reshard", source(MOE), tmp_path / "out", *words)
     assert error["code"] == "unsupported"
+    assert said in error["what"]
     assert not (tmp_path / "out").exists()
+
+
+def groups_of(path):
+    with ckptctl.open(path) as view:
+        return [list(g.params) for g in view.checkpoint.optimizer.groups]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["torch/hsdp_2x2_dcp", "torch/fsdp2_dp2_dcp"])
+def test_flat_groups_of_other_sources_are_in_the_order_that_a_real_run_has(name, tmp_path):
+    good("convert", source(name) / "ckpt", tmp_path / "out", "--to", "deepspeed", "--model-config", config_of(name))
+    every = groups_of(source("deepspeed/zero1-dp2-bf16"))[0]
+    for group in groups_of(tmp_path / "out"):
+        assert group == [n for n in every if n in group]
+
+
+@pytest.mark.real
+def test_without_a_family_the_order_is_the_user_s_or_there_is_none(tmp_path):
+    a = source("torch/fsdp2_dp2_flatoptim_dcp") / "ckpt"
+    error = refused("convert", a, tmp_path / "out", "--to", "deepspeed")
+    assert error["code"] == "param-order"
+    assert "--param-order" in error["fix"]
+    good("convert", a, tmp_path / "universal", "--to", "deepspeed", "--universal")
+    every = groups_of(source("deepspeed/zero1-dp2-bf16"))[0]
+    order = tmp_path / "order.txt"
+    order.write_text("\n".join(every))
+    good("convert", a, tmp_path / "out", "--to", "deepspeed", "--param-order", order)
+    for group in groups_of(tmp_path / "out"):
+        assert group == [n for n in every if n in group]
+    order.write_text("\n".join(every[1:]))
+    error = refused("convert", a, tmp_path / "less", "--to", "deepspeed", "--param-order", order)
+    assert every[0] in error["what"]
 
 
 @pytest.mark.real
