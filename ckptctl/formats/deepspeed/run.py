@@ -54,6 +54,11 @@ class Run:
     """Whose order the parameters of each group are in; "" where there is none."""
 
     @property
+    def has_shards(self) -> bool:
+        """Whether ranks have files of an optimizer: not at stage 0, which stands for the model alone."""
+        return self.stage > 0
+
+    @property
     def step(self) -> int:
         """Steps of the run."""
         return self.content.source.step or 0
@@ -112,6 +117,8 @@ def run_of(content: Content, choices: Choices) -> Run:
         groups, whose = ordered(content, groups, choices.param_order)
     experts = teams.counts(weights)
     stage = choices.zero_stage or 2
+    if choices.weights_alone and stage != 3 and not choices.universal:
+        stage = 0  # at stage 3 the weights are the shards' masters and nothing else
     if experts:
         _require_place(content, stage, choices)
         groups = teams.expert_groups(groups, choices.dp, choices.ep)

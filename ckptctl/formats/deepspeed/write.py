@@ -34,16 +34,16 @@ def write(content: Content, choices: Choices) -> Written:
     else:
         files = list(_regular(run))
         how = f"ZeRO-{run.stage} over {run.dp} ranks" + (f", experts over {run.ep} of them" if run.experts else "")
+    if not run.has_shards:
+        how = "one model-states file, for load_checkpoint(load_module_only=True): no optimizer is beside it"
+        return Written(tuple(files), True, (Line("layout", "written", how),))
     order = f" in {run.whose} order" if run.whose else ""
-    lines = [Line("layout", "written", f"{how}; {len(run.groups)} param groups{order}")]
-    if not run.states:
-        fresh = "none in the source: load_checkpoint(..., load_optimizer_states=False) begins with a fresh optimizer"
-        lines.append(Line("optimizer state", "absent", fresh))
+    fresh = "" if run.states else "; load_checkpoint(load_optimizer_states=False) begins with a fresh optimizer"
+    lines = [Line("layout", "written", f"{how}; {len(run.groups)} param groups{order}{fresh}")]
     widened = sum(i.tensor.held.name != F32.name for i in run.masters.values())
     if widened:
         lines.append(Line("masters", "filled", f"{widened} of {len(run.masters)}: the weights, widened to float32"))
-    decided = frozenset() if run.states else frozenset({"optimizer state"})
-    return Written(tuple(files), True, tuple(lines), casts=run.casts, decided=decided)
+    return Written(tuple(files), True, tuple(lines), casts=run.casts)
 
 
 def _regular(run: Run) -> Iterator[OutputFile]:
@@ -57,7 +57,7 @@ def _regular(run: Run) -> Iterator[OutputFile]:
             names = [n for n in run.content.weights if n.startswith(f"{prefix}{expert}.")]
             path = f"{tag}/layer_{number}_expert_{expert}_mp_rank_00_model_states.pt"
             yield torch_file(path, run, partial(expert_tree, run, names))
-    for rank in range(run.dp):
+    for rank in range(run.dp if run.has_shards else 0):
         name = f"{_PREFIX.get(run.dtype, '')}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         yield torch_file(f"{tag}/{name}", run, partial(_shard, run, rank))
 

@@ -47,7 +47,7 @@ def model_tree(run: Run, rank: int, made: TorchTree) -> dict[str, Tree]:
         "module": module,
         "buffer_names": list(run.buffers),
         "optimizer": None,
-        "param_shapes": [_shapes(run, team) for _, team in run.flats(0)],
+        "param_shapes": [_shapes(run, team) for _, team in run.flats(0)] if run.has_shards else None,
         "frozen_param_shapes": None if frozen is None else _shapes(run, _plain(frozen)),
         "shared_params": dict(content.ties),
         "frozen_param_fragments": None if frozen is None else _fragments(run, frozen, rank, made),

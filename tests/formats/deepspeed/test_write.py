@@ -118,7 +118,7 @@ def groups_of(path):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["torch/hsdp_2x2_dcp", "torch/fsdp2_dp2_dcp"])
+@pytest.mark.parametrize("name", ["torch/hsdp_2x2_dcp"])
 def test_flat_groups_of_other_sources_are_in_the_order_that_a_real_run_has(name, tmp_path):
     good("convert", source(name) / "ckpt", tmp_path / "out", "--to", "deepspeed", "--model-config", config_of(name))
     every = groups_of(source("deepspeed/zero1-dp2-bf16"))[0]
