@@ -323,7 +323,7 @@ def _plain(parts: list[Part], here: _Here, out: Found) -> None:
 
 
 def _state(identity: Tree, param: Param, part: Part, here: _Here, out: Found) -> None:
-    entry = part.state.get(identity)
+    entry = part.state.get(identity) if isinstance(identity, (int, str)) else None
     for kind, value in entry.items() if isinstance(entry, dict) else ():
         if kind == "step":
             step = read_array(value, here.reader) if isinstance(value, TensorRef) else value

@@ -40,7 +40,7 @@ STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_a
 _KINDS = {"param": "master", "fp32_param": "master"}
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _STACK = re.compile(r"decoder\.layers\.(?!\d)(.+)")
-_SINGLE = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_SINGLE = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 _EXPERTS = "mlp.experts.experts."
 
 
@@ -57,6 +57,7 @@ def read(path: Path, hints: Hints) -> Found:
         if not opened.unsafe:
             raise Damaged(f"{COMMON} holds no dict", where=str(path), code="root-damaged")
     facts = replace(of_namespace(root.get("args"), COMMON), given=hints.facts.config or {})
+    facts.require_known()
     out = Found(facts, "torch_dist", fused=True)
     out.unsafe += [UnsafeGlobal(COMMON, str(f.name), f.why) for f in opened.unsafe]
     out.unknown.update(str(f.name) for f in opened.unknown)
@@ -299,7 +300,7 @@ def _values(root: Mapping[str, Tree], folder: _Folder, out: Found) -> None:
         found = _OBJECT.fullmatch(name)
         base = found[1] if found else name
         if base == "rng_state":
-            where = re.search(r"/shard_([\d.]+)_", name)
+            where = re.search(r"/shard_(\d{1,6}(?:\.\d{1,6})*)_", name)
             states[tuple(map(int, where[1].split("."))) if where else ()] = folder.object(item)
         elif base.endswith("_extra_state"):
             if folder.object(item) is not None:

@@ -15,6 +15,8 @@ from ckptctl.core.values import Record, Tree
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+MOST_RANKS = 1 << 20
+MOST_LAYERS = 100_000
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
@@ -114,7 +116,14 @@ class Facts:
         return size + 1 if size is not None and self.args.get("tokenizer_type") == "NullTokenizer" else None
 
     def require_known(self) -> None:
-        """Unsupported for layouts that are not read here, by name."""
+        """Unsupported for layouts that are not read here, by name; Damaged for meshes and models that nobody runs."""
+        ranks, layers = self.tp * self.pp * self.vpp * self.ep, self.number("num_layers", 0)
+        if ranks > MOST_RANKS or layers > MOST_LAYERS or self.experts > MOST_LAYERS:
+            raise Damaged(
+                f"args say {ranks} ranks and chunks, {layers} layers, {self.experts} experts",
+                where=self.where,
+                code="args-damaged",
+            )
         if self.experts and self.number("expert_tensor_parallel_size", self.tp) not in (self.tp, 0):
             raise Unsupported(
                 f"experts are cut over {self.args['expert_tensor_parallel_size']} tensor-parallel ranks, the rest over "

@@ -54,7 +54,8 @@ def parts_of(tree: Tree, where: str) -> list[Part]:
     if not isinstance(tree, dict):
         raise Damaged("the optimizer's state is no dict", where=where, why=show(tree), code="optimizer-damaged")
     inner = tree.get("optimizer", tree)
-    if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(inner, dict) or not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
         raise Unsupported(
             "the optimizer's state is of a kind that is not read",
             where=where,
@@ -66,7 +67,8 @@ def parts_of(tree: Tree, where: str) -> list[Part]:
     known = ("optimizer", "fp32_from_fp16_params", "fp32_from_float16_params", "state", "param_groups")
     rest = {str(k): v for k, v in tree.items() if k not in known} if inner is not tree else {}
     state = inner.get("state")
-    return [Part(inner["param_groups"], state if isinstance(state, dict) else {}, list(masters or []), rest)]
+    held = list(masters) if isinstance(masters, (list, tuple)) else []
+    return [Part(groups, state if isinstance(state, dict) else {}, held, rest)]
 
 
 def members(part: Part, params: Iterable[Param], *, experts_apart: bool, where: str) -> list[list[Param]]:

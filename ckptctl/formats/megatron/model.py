@@ -53,9 +53,9 @@ _CUTS: tuple[tuple[str, int | None], ...] = (
     (r"(?:\w*layernorm|\w*norm)\.(?:weight|bias)", None),
     (r"mlp\.router\.(?:weight|bias|expert_bias|local_tokens_per_expert)|shared_experts\.gate_weight", None),
 )
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_GROUPED = re.compile(r"mlp\.experts\.(?:experts\.)?linear_(fc[12])\.(weight|bias)(\d+)")
+_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,6})\.(.+)")
+_GROUPED = re.compile(r"mlp\.experts\.(?:experts\.)?linear_(fc[12])\.(weight|bias)(\d{1,6})")
 # Order of registration inside a layer; what is not here follows in its own order.
 _ORDER = (
     "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.linear_q_proj",

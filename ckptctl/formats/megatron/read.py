@@ -63,7 +63,8 @@ def tracked(path: Path) -> Path:
 
     Source: Megatron-LM core_v0.16.1, megatron/training/checkpointing.py, read_metadata, get_checkpoint_name.
     """
-    text = (path / TRACKER).read_bytes()[:64].decode("utf-8", "replace").strip()
+    with (path / TRACKER).open("rb") as stream:
+        text = stream.read(64).decode("utf-8", "replace").strip()
     if text != "release" and not re.fullmatch(r"\d{1,12}", text):
         raise Damaged(
             f"{TRACKER} holds no iteration", where=str(path), why=f"it says {text[:40]!r}", code="tracker-damaged"
@@ -132,6 +133,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         naming="megatron",
         padding=padding,
         native=native,
+        rounded_masters=True,
         gap_reason="zip headers, pickles and alignment; copies that other ranks hold; a float32 run's masters",
     )
 

@@ -14,6 +14,9 @@ from ckptctl.core.checkpoint import MASTER
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import CkptError, Damaged, MissingFile, Unrecognised
 from ckptctl.core.tensor import Key
+from ckptctl.formats.megatron.facts import Facts
+from ckptctl.formats.megatron.groups import parts_of
+from ckptctl.formats.megatron.model import layer_of, local_name
 from ckptctl.operations.naming import as_hub
 from ckptctl.operations.opening import Reading, open_checkpoint
 from ckptctl.operations.tensors import TensorReader
@@ -224,3 +227,38 @@ def test_moments_that_the_real_writer_shifted_are_refused(tmp_path):
     shared(SHIFTED)
     error = refused("convert", ckpt(SHIFTED), tmp_path / "out", "--to", "dcp", "--model-config", truth_config(SHIFTED))
     assert "shifted" in error["why"]
+
+
+# ---- what no run writes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"tensor_model_parallel_size": 1 << 40},
+        {"pipeline_model_parallel_size": 1 << 30},
+        {"num_layers": 1 << 40},
+        {"num_layers": "four"},
+        {"num_layers": True, "pipeline_model_parallel_size": -1},
+        {"num_experts": 10**7},
+    ],
+)
+def test_args_that_nobody_runs_are_refused_before_anything_is_counted_out(args):
+    with pytest.raises(Damaged) as caught:
+        Facts(args).require_known()
+    assert caught.value.code == "args-damaged"
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [7, {}, {"param_groups": [1]}, {"optimizer": {"param_groups": None}}, [{"state": {}}], {"optimizer": [1]}],
+)
+def test_optimizers_of_another_shape_are_refused(tree):
+    with pytest.raises(CkptError):
+        parts_of(tree, "here")
+
+
+def test_names_with_endless_numbers_are_names_like_others():
+    name = f"decoder.layers.{'9' * 5000}.mlp.linear_fc1.weight"
+    assert local_name(name) == name
+    assert layer_of(name) is None
