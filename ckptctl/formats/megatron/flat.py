@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from ckptctl.formats.megatron.classic import Found
     from ckptctl.formats.megatron.facts import Facts
 
-_BUCKET = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.gbuf_idx_(\d{1,9})\.dtype_(.+)\.bucket_idx_(\d{1,9})\.(\w+)")
+_BUCKET = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.gbuf_idx_(\d{1,9})\.dtype_(.+)\.bucket_idx_(\d{1,9})\.(\w+)"
+)
 _OBJECT = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.param_state/shard_0_1")
 
 
