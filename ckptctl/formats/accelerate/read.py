@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
 
 def detect(path: Path) -> Evidence | None:
-    """A folder with FSDP's parts by Accelerate's names, or with the random states that save_state writes of ranks."""
+    """A folder with FSDP's parts by Accelerate's names, with random states of ranks, or with an optimizer's file."""
     if not path.is_dir():
         return None
     parts = parts_of(path)
     sign = next((n for n in parts.models.values() if n.startswith("pytorch_model_fsdp")), "")
-    sign = sign or next(iter((*parts.of_ranks, *parts.random.values())), "")
+    # Without random states an optimizer is sign enough: read as weights alone, the folder would lose it unsaid.
+    sign = sign or next(iter((*parts.of_ranks, *parts.random.values(), *parts.optimizers.values())), "")
     if not sign or not (parts.models or parts.optimizers or parts.of_ranks):
         return None
     return Evidence("accelerate", f"it holds {sign}", path)

@@ -18,6 +18,7 @@ SHARDED, FULL = "torch/accelerate_fsdp2", "torch/accelerate_fsdp2_full"
 def test_weights_and_moments_are_the_run_s(name, tmp_path):
     found = document("inspect", ckpt(name))
     assert (found["format"], found["state"]["scheduler"], found["state"]["rng"]) == ("accelerate", "present", "present")
+    assert found["step"] == 3
     good("convert", ckpt(name), tmp_path / "hf", "--to", "hf", "--no-optimizer")
     assert weights_in(tmp_path / "hf", "hf") == truth(name)["model"]
     good("convert", ckpt(name), tmp_path / "t", "--to", "torch")
@@ -70,6 +71,15 @@ def test_a_folder_without_fsdp_keeps_every_part(tmp_path):
     assert torch_tree(tmp_path / "out" / "custom_checkpoint_0.pkl")["mine"].data == arange(2).tobytes()
     assert torch_tree(tmp_path / "out" / "random_states_0.pkl")["step"] == 5
     assert document("diff", path, tmp_path / "out", "--optimizer", "--state")["equal"]
+
+
+def test_an_optimizer_beside_weights_is_never_passed_over(tmp_path):
+    path = plain(tmp_path / "run", {"a.w": arange(2, 3)})
+    (path / "random_states_0.pkl").unlink()
+    assert document("inspect", path)["format"] == "accelerate"
+    assert refused("convert", path, tmp_path / "hf", "--to", "hf")["code"] == "state-not-carried"
+    good("convert", path, tmp_path / "t", "--to", "torch")
+    assert sorted(torch_tree(tmp_path / "t")["optimizer"]["state"]["a.w"]) == ["exp_avg", "exp_avg_sq", "step"]
 
 
 def test_two_models_stand_side_by_side_and_one_can_be_taken(tmp_path):
