@@ -15,6 +15,7 @@ def add(app: typer.Typer) -> None:
     def inspect(
         path: options.PATH,
         tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+        output: options.HTML = None,
         json: options.JSON = False,
         model_config: options.MODEL_CONFIG = None,
         from_: Annotated[
@@ -30,5 +31,8 @@ def add(app: typer.Typer) -> None:
         Reads headers only.
         """
         reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
-        report.show(operations.inspect(path, reading, tensors=tensors), as_json=json)
+        pages = report.html_files(output or ())
+        document = operations.inspect(path, reading, tensors=tensors or bool(pages))
+        report.write_pages(document, pages)
+        report.show(document if tensors else {k: v for k, v in document.items() if k != "tensors"}, as_json=json)
         return 0

@@ -95,6 +95,10 @@ LAYER_SPEC = Annotated[
         metavar="SPEC",
     ),
 ]
+HTML = Annotated[
+    list[str] | None,
+    typer.Option("--output", "-o", help="One self-contained page, html=FILE, besides.", metavar="html=FILE"),
+]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report on the terminal; errors only.")]
 VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="More detail on stderr.")]
 NO_PROGRESS = Annotated[bool, typer.Option("--no-progress", help="No progress bar.")]

@@ -22,6 +22,8 @@ from ckptctl.core.values import Array, Held, Tree
 from ckptctl.names import head_and_embedding, is_tied
 from ckptctl.operations.content import WEIGHT_CHOICES
 from ckptctl.operations.inspecting import plain
+from ckptctl.operations.measuring import Measure, stats_of
+from ckptctl.operations.namesakes import renamed
 from ckptctl.operations.naming import under_one_naming
 from ckptctl.operations.opening import (
     Reading,
@@ -31,7 +33,7 @@ from ckptctl.operations.opening import (
     require_safe,
     require_tensors,
 )
-from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
+from ckptctl.operations.tensors import Bytes, TensorReader, as_number, scalar, typed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +51,10 @@ class Comparison:
     state: bool = False
     ignore_dtype: bool = False
     only: tuple[str, ...] = ()
+    rtol: float = 0.0
+    atol: float = 0.0
+    stats: bool = False
+    """Norms and cosines of every tensor and layer: all elements are computed with, not only those that differ."""
 
 
 class State(NamedTuple):
@@ -62,9 +68,12 @@ class State(NamedTuple):
 class _Found:
     differences: list[Document] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)
+    within: int = 0
+    measured: dict[tuple[str, str], Measure] = field(default_factory=dict)
 
-    def add(self, name: str, kind: str, what: str, detail: str = "") -> None:
-        self.differences.append({"name": name, "kind": kind, "what": what, **({"detail": detail} if detail else {})})
+    def add(self, name: str, kind: str, what: str, detail: str = "", **more: Any) -> None:
+        said = {"detail": detail} if detail else {}
+        self.differences.append({"name": name, "kind": kind, "what": what, **said, **more})
 
 
 def diff(
@@ -79,9 +88,12 @@ def diff(
     """What differs between two checkpoints (schema ckptctl.diff/1): `equal`, and `differences` of name, kind and what.
 
     Exact: bits are compared, so a NaN equals itself and 0.0 is not -0.0; with ignore_dtype values are widened first,
-    which is exact.
+    which is exact. With rtol or atol, floats a and b are equal where |a - b| <= atol + rtol * |b|.
     """
     what = what or Comparison()
+    for flag, value in (("--rtol", what.rtol), ("--atol", what.atol)):
+        if not 0 <= value < float("inf"):
+            raise Usage(f"{flag} {value}: a tolerance is a number from 0 on")
     if what.weights not in WEIGHT_CHOICES:
         raise Usage(f"--weights {what.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
     plain_reading = None if reading is None else replace(reading, key_map=None)  # the map leads from A's names to B's
@@ -100,7 +112,7 @@ def diff(
             _scalars(sides[0], sides[1], what, found)
     if what.state:
         _values(sides[0], sides[1], found)
-    return {
+    document = {
         "schema": "ckptctl.diff/1",
         "a": {"path": sides[0].root, "format": sides[0].format},
         "b": {"path": sides[1].root, "format": sides[1].format},
@@ -108,6 +120,11 @@ def diff(
         "compared": dict(found.compared),
         "differences": found.differences,
     }
+    if what.rtol or what.atol:
+        document["within_tolerance"] = found.within
+    if what.stats:
+        document["stats"] = stats_of(found.measured)
+    return document
 
 
 def _opened(path: Path | str, reading: Reading | None, what: Comparison) -> Checkpoint:
@@ -174,9 +191,16 @@ def _tensors(
     a, b = {**a, **_own_masters(left.checkpoint, a, b)}, {**b, **_own_masters(right.checkpoint, b, a)}
     total = sum(left.checkpoint.tensors[k].nbytes for k in a.values())
     done = 0
-    for name in [*a, *(n for n in b if n not in a)]:
-        if name not in b or name not in a:
-            found.add(*name, "only-in-a" if name in a else "only-in-b")
+    gone = {n: k for n, k in a.items() if n not in b}
+    new = {n: k for n, k in b.items() if n not in a}
+    moved = renamed(left, gone, right, new)
+    for name in [*a, *new]:
+        if name in moved:
+            found.compared[name[1]] += 1
+            found.add(*name, "renamed", f"{moved[name]} in b, with the same values", to=moved[name])
+        if name in gone or name in new:
+            if name not in moved and name not in {(to, kind) for (_, kind), to in moved.items()}:
+                found.add(*name, "only-in-a" if name in a else "only-in-b")
             continue
         found.compared[name[1]] += 1
         _tensor(left, a[name], right, b[name], what, name, found)
@@ -201,7 +225,7 @@ def _tensor(
             found.add(*name, "dtype", f"{x.dtype.name} and {y.dtype.name}")
             return
         wide = "float64" if "float64" in (x.dtype.name, y.dtype.name) else "float32"
-    differing, first = 0, ""
+    measure = Measure()
     size = max(x.dtype.itemsize, y.dtype.itemsize)
     step = max(1, (4 << 20) // size)
     for start in range(0, x.numel, step):
@@ -209,14 +233,48 @@ def _tensor(
         got, other = left.run(a, start, stop), right.run(b, start, stop)
         if wide:
             got, other = _widened(got, x, wide), _widened(other, y, wide)
-        if np.array_equal(got, other):
+        alike = _same(got, other)
+        if alike and not what.stats:
             continue
-        unequal = (got.reshape(stop - start, -1) != other.reshape(stop - start, -1)).any(axis=1)
-        if not differing:
-            first = _first(left, a, right, b, start + int(unequal.argmax()))
-        differing += int(unequal.sum())
-    if differing:
-        found.add(*name, "value", f"{differing} of {x.numel} elements; {first}")
+        is_packed = x.dtype.numpy.itemsize != x.dtype.itemsize  # no NumPy type has these bits
+        p, q = ((v.view(wide) if wide else v if is_packed else typed(v, x)) for v in (got, other))
+        if not alike:
+            measure.differ(start, p, q, what.rtol, what.atol)
+        if what.stats and not is_packed and p.dtype.kind != "c":
+            measure.norms(p, q)
+    found.within += measure.within
+    if what.stats:
+        found.measured[name] = measure
+    if measure.differing:
+        index, values = _first(left, a, right, b, measure.first)
+        found.add(
+            *name,
+            "value",
+            f"{measure.differing} of {x.numel} elements; the first at {index}: {values[0]} and {values[1]}",
+            **_measured(measure, x, index, values),
+        )
+
+
+def _measured(measure: Measure, tensor: Tensor, index: list[int], values: list[Any]) -> Document:
+    """What a difference says in numbers."""
+    plain_values = [v.item() if hasattr(v, "item") else v for v in values]
+    numbers = [v if isinstance(v, (bool, int, float)) else str(v) for v in plain_values]
+    return {
+        "elements": tensor.numel,
+        "differing": measure.differing,
+        "max_abs": measure.max_abs,
+        "max_rel": measure.max_rel,
+        "max_ulp": measure.max_ulp,
+        "nan_on_one_side": measure.nans,
+        "first": {"index": index, "a": numbers[0], "b": numbers[1]},
+    }
+
+
+def _same(a: Bytes, b: Bytes) -> bool:
+    """Whether two runs have the same bytes, eight at a time where they can be."""
+    if a.nbytes % 8 == 0 and a.flags.aligned and b.flags.aligned:
+        return bool((a.view(np.uint64) == b.view(np.uint64)).all())
+    return bool(np.array_equal(a, b))
 
 
 def _widened(data: Any, tensor: Tensor, wide: str) -> Any:
@@ -224,11 +282,12 @@ def _widened(data: Any, tensor: Tensor, wide: str) -> Any:
         return typed(data, tensor).astype(wide).view(np.uint8)
 
 
-def _first(left: TensorReader, a: Key, right: TensorReader, b: Key, element: int) -> str:
+def _first(left: TensorReader, a: Key, right: TensorReader, b: Key, element: int) -> tuple[list[int], list[Any]]:
+    """The index of an element, and both sides' values."""
     tensor = left.checkpoint.tensors[a]
-    index = tuple(int(i) for i in np.unravel_index(element, tensor.shape)) if tensor.shape else ()
+    index = [int(i) for i in np.unravel_index(element, tensor.shape)] if tensor.shape else []
     values = [typed(r.run(k, element, element + 1), r.checkpoint.tensors[k])[0] for r, k in ((left, a), (right, b))]
-    return f"the first at {list(index)}: {values[0]} and {values[1]}"
+    return index, values
 
 
 def _steps(left: TensorReader, right: TensorReader, what: Comparison, found: _Found) -> None:

@@ -1,7 +1,8 @@
 """What people and machines see: documents in, text or JSON out. No decision is made here."""
 
+from ckptctl.report.html import html_files, write_pages
 from ckptctl.report.outputs import outputs, show_findings
 from ckptctl.report.progress import progress
 from ckptctl.report.show import show
 
-__all__ = ["outputs", "progress", "show", "show_findings"]
+__all__ = ["html_files", "outputs", "progress", "show", "show_findings", "write_pages"]

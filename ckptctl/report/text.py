@@ -274,12 +274,28 @@ def _source_bytes(spent: Document) -> str:
     return f"{nbytes(spent['total'])}: {nbytes(spent['used'])} used, dropped {dropped}, {gaps}"
 
 
+def _apart(x: Document) -> str:
+    """How far two tensors are apart, in the words of a table."""
+    if "max_abs" not in x:
+        return ""
+    ulps = "" if x["max_ulp"] is None else f", {x['max_ulp']} ULPs"
+    nans = f"; {x['nan_on_one_side']} NaN on one side" if x["nan_on_one_side"] else ""
+    return f"; at most {x['max_abs']:.4g} apart ({x['max_rel']:.3g} relative{ulps}){nans}"
+
+
 def diff(d: Document, verbose: bool = False) -> None:
     """The text of `diff`."""
     if d["differences"]:
-        rows = [(x["name"], x["kind"], x["what"], x.get("detail", "")) for x in d["differences"]]
+        rows = [(x["name"], x["kind"], x["what"], x.get("detail", "") + _apart(x)) for x in d["differences"]]
         _table((("name", "left"), ("kind", "left"), ("differs in", "left"), ("", "left")), rows)
+        sys.stdout.write("\n")
+    if d.get("stats", {}).get("layers"):
+        keys = ("norm_a", "norm_b", "norm_difference", "cosine")
+        layers = [(x["layer"] or "-", x["kind"], *(f"{x[k]:.6g}" for k in keys)) for x in d["stats"]["layers"]]
+        titles = ("norm of A", "norm of B", "norm of A - B", "cosine")
+        _table((("layer", "left"), ("kind", "left"), *((t, "right") for t in titles)), layers)
         sys.stdout.write("\n")
     compared = ", ".join(f"{n} {k}" for k, n in d["compared"].items()) or "nothing"
     verdict = "equal" if d["equal"] else f"different: {len(d['differences'])} of them"
-    sys.stdout.write(f"{verdict} (compared: {compared})\n")
+    within = f"; {d['within_tolerance']:,} elements differ within the tolerance" if d.get("within_tolerance") else ""
+    sys.stdout.write(f"{verdict} (compared: {compared}){within}\n")

@@ -39,7 +39,7 @@ def test_a_value_is_named_with_its_first_place(tmp_path):
 
 def test_shapes_types_and_names(tmp_path):
     a = {"same": arange(2), "shape": arange(4), "type": arange(4), "gone": arange(1)}
-    b = {"same": arange(2), "shape": arange(2, 2), "type": arange(4, dtype=np.float64), "new": arange(1)}
+    b = {"same": arange(2), "shape": arange(2, 2), "type": arange(4, dtype=np.float64), "new": arange(1, start=5)}
     found = compare(tmp_path, a, b)
     assert whats(found) == [
         ("shape", "weight", "shape"),
@@ -220,3 +220,52 @@ def test_a_run_against_itself_saved_in_other_ways(tmp_path):
     good("convert", ckpt("torch/plain_zip"), tmp_path / "hf", "--to", "hf", "--no-optimizer", *config)
     assert document("diff", ckpt("torch/plain_zip"), tmp_path / "hf")["equal"]
     assert document("diff", ckpt("torch/fsdp2_dp2_dcp"), tmp_path / "hf")["equal"]
+
+
+def test_a_difference_says_how_far_apart(tmp_path):
+    a, b = {"w": np.array([[1, 2], [3, 4]], np.float32)}, {"w": np.array([[1, 2], [3.5, 8]], np.float32)}
+    found = compare(tmp_path, a, b)["differences"][0]
+    numbers = {k: found[k] for k in ("elements", "differing", "max_abs", "max_rel", "max_ulp", "first")}
+    assert numbers == {
+        "elements": 4, "differing": 2, "max_abs": 4.0, "max_rel": 0.5, "max_ulp": 1 << 23,
+        "first": {"index": [1, 0], "a": 3.0, "b": 3.5},
+    }  # fmt: skip
+
+
+def test_a_tolerance_counts_what_it_lets_pass(tmp_path):
+    a, b = {"w": np.array([1, 100], np.float32)}, {"w": np.array([1.001, 101], np.float32)}
+    assert not compare(tmp_path, a, b, "--atol", "0.01")["equal"]
+    found = compare(tmp_path, a, b, "--atol", "0.01", "--rtol", "0.01")
+    assert (found["equal"], found["within_tolerance"]) == (True, 2)
+    assert refused("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--rtol", "-1", code=2)["code"] == "usage"
+    assert refused("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--atol", "nan", code=2)["code"] == "usage"
+
+
+def test_a_tensor_under_another_name_is_renamed(tmp_path):
+    a = {"old": arange(3), "zero.a": np.zeros(2, np.float32), "zero.b": np.zeros(2, np.float32), "same": arange(2)}
+    b = {"new": arange(3), "zero.c": np.zeros(2, np.float32), "same": arange(2)}
+    found = compare(tmp_path, a, b)
+    assert whats(found) == [
+        ("old", "weight", "renamed"),
+        ("zero.a", "weight", "only-in-a"),
+        ("zero.b", "weight", "only-in-a"),
+        ("zero.c", "weight", "only-in-b"),
+    ]
+    assert found["differences"][0]["to"] == "new"
+    b["new"] = arange(3, start=1)
+    assert ("old", "weight", "only-in-a") in whats(compare(tmp_path, a, b))
+
+
+def test_stats_by_layer(tmp_path):
+    a = {
+        "layers.0.w": np.array([3, 0], np.float32),
+        "layers.0.v": np.array([4], np.float32),
+        "head": np.ones(1, np.float32),
+    }
+    b = {**a, "layers.0.v": np.array([-4], np.float32)}
+    stats = compare(tmp_path, a, b, "--stats")["stats"]
+    assert stats["layers"][0] == {
+        "layer": "layers.0", "kind": "weight", "norm_a": 5.0, "norm_b": 5.0, "norm_difference": 8.0, "cosine": -7 / 25,
+    }  # fmt: skip
+    first = stats["tensors"][0]
+    assert (first["name"], first["layer"], first["module"]) == ("layers.0.w", "layers.0", "w")
