@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import Damaged, Unsupported
-from ckptctl.core.values import Array, TensorRef, Tree
+from ckptctl.core.values import Array, Record, TensorRef, Tree
 from ckptctl.formats.deepspeed.opened import plain_object, whole_number
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Shard:
     elastic: bool
     rest: dict[str, Tree] = field(default_factory=dict)
     info: Mapping[str, Tree] = field(default_factory=dict)
+    slices: list[dict[str, int]] = field(default_factory=list)
+    """Elements of each parameter in the rank's piece of a group, as the file says (ZeRO-1 and 2 since 0.7)."""
 
     def count(self, group: int) -> int | None:
         """Ranks that a group is cut over, as the file says."""
@@ -136,7 +138,23 @@ def read_shard(file: Opened) -> Shard:
             if k not in _PARTS and k != "base_optimizer_state_step"
         },
         info if isinstance(info, dict) else {},
+        [_slices(group) for group in _listed(tree.get("param_slice_mappings"))],
     )
+
+
+def _slices(tree: Tree) -> dict[str, int]:
+    """Elements by parameter; {} for what is no slice mapping."""
+    out = {}
+    for name, address in tree.items() if isinstance(tree, dict) else ():
+        state = address.state if isinstance(address, Record) else None
+        if not isinstance(state, dict) or type(state.get("numel")) is not int:
+            return {}
+        out[str(name)] = state["numel"]
+    return out
+
+
+def _listed(tree: Tree) -> list[Tree]:
+    return list(tree) if isinstance(tree, (list, tuple)) else []
 
 
 def _states(file: Opened, tree: Tree, group: int) -> dict[str, State]:

@@ -155,12 +155,36 @@ def _joined(number: int, shapes: dict[str, Shape], team: Sequence[Shard], out: N
         )
     starts, total = layout.starts_of(shapes.values(), alignments)
     slot = _slot(number, total, team)
+    if not any(alignments):
+        _require_own_places(number, shapes, slot, team)
     for kind, flats, dtype in _kinds(number, team):
         table_of = layout.columns(flats)
         out.padding[kind] = out.padding.get(kind, 0) + sum(f.numel for f in flats) - total + sum(alignments)
         for (name, shape), at in zip(shapes.items(), starts, strict=True):
             table = layout.joined_table(math.prod(shape), at, slot, table_of, dtype.itemsize)
             _put(out, Key(name, kind), dtype, shape, table)
+
+
+def _require_own_places(number: int, shapes: dict[str, Shape], slot: int, team: Sequence[Shard]) -> None:
+    """Damaged where a rank's file has, by its own account, exactly what another rank holds: files were swapped.
+
+    Accounts that fit no rank tell nothing: with round_robin_gradients DeepSpeed writes wrong ones.
+    """
+    names, numels = list(shapes), [math.prod(s) for s in shapes.values()]
+    wanted = [
+        {names[i]: stop - start for i, start, stop in layout.runs_of(numels, r * slot, (r + 1) * slot)}
+        for r in range(len(team))
+    ]
+    for rank, shard in enumerate(team):
+        said = shard.slices[number] if number < len(shard.slices) else {}
+        if said and said != wanted[rank] and said in wanted:
+            raise Damaged(
+                f"the optimizer's file of rank {rank} holds the piece of rank {wanted.index(said)}",
+                where=shard.path,
+                why=f"by its param_slice_mappings group {number} begins with {next(iter(said))}",
+                fix="give the files back their ranks' names, or copy the step again",
+                code="mixed-saves",
+            )
 
 
 def _slot(number: int, total: int, team: Sequence[Shard]) -> int:

@@ -211,6 +211,52 @@ def test_a_rank_of_another_save_is_an_error(tmp_path):
 
 
 @pytest.mark.real
+def test_swapped_rank_files_are_told(tmp_path):
+    path = copied("deepspeed/zero1-dp2-bf16", tmp_path) / "global_step3"
+    a, b = (path / f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))
+    a.rename(path / "aside")
+    b.rename(a)
+    (path / "aside").rename(b)
+    error = stopped(path, tmp_path)
+    assert error["code"] == "mixed-saves"
+    assert "rank 0 holds the piece of rank 1" in error["what"]
+
+
+@pytest.mark.real
+def test_ranks_of_different_steps_are_an_error(tmp_path):
+    path = copied("deepspeed/zero1-dp2-bf16", tmp_path) / "global_step3"
+    with ckptctl.open(path) as view:
+        tensors = view.checkpoint.tensors
+        at = next(int(t.pieces[0].start[0]) for k, t in tensors.items() if k.kind == "step")
+    file = path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    data = bytearray(file.read_bytes())
+    assert np.frombuffer(data[at : at + 4], np.float32)[0] == 3
+    data[at : at + 4] = np.float32(2).tobytes()
+    file.write_bytes(data)
+    error = stopped(path, tmp_path)
+    assert error["code"] == "mixed-saves"
+    assert "different steps" in error["why"]
+
+
+@pytest.mark.real
+def test_a_short_flat_group_is_an_error_with_both_lengths(tmp_path):
+    path = copied("deepspeed/zero1-dp2-bf16", tmp_path) / "global_step3"
+    file = path / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    with ckptctl.open(path) as view:
+        numel = sum(t.numel for k, t in view.checkpoint.tensors.items() if k.kind == "master")
+    slot = -(-numel // 4) * 2
+    data = file.read_bytes()
+    long, short = b"K" if slot < 256 else b"M" if slot < 1 << 16 else b"J", slot - 2
+    width = {b"K": 1, b"M": 2, b"J": 4}[long]
+    old = long + slot.to_bytes(width, "little") + b"\x85"
+    assert old in data
+    file.write_bytes(data.replace(old, long + short.to_bytes(width, "little") + b"\x85", 1))
+    error = stopped(path, tmp_path)
+    assert error["code"] == "zero-layout"
+    assert f"{short} elements" in error["what"]
+
+
+@pytest.mark.real
 def test_a_missing_expert_and_a_missing_layer_are_named(tmp_path):
     path = copied("deepspeed/moe-ep2-dp4-zero2-bf16", tmp_path)
     (path / "global_step3" / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink()
