@@ -153,6 +153,8 @@ class Checkpoint:
     """Models that stand side by side, each under its name and a dot. () where there is one model."""
     key_map: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """(new name, the names it was made of) where a key map gave the names."""
+    damaged_state: str = ""
+    """Why the optimizer's state is not that of the parameters it is named after; "" where nothing says so."""
     gap_reason: str = "headers and metadata"
     rounded_masters: bool = False
     """Whether the format promises that a weight is its master, rounded: what tells a wrong order of flat tensors."""

@@ -137,6 +137,8 @@ def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:
     """Whether a run can go on from it, and why (not)."""
     if checkpoint.unsafe:
         return False, "a pickle in it would run code"
+    if checkpoint.damaged_state:
+        return False, "the optimizer's state is damaged by its writer"
     state = state_of(checkpoint)
     lacking = [p for p in ("weights", "moments", "groups") if state[p] == "absent"]
     if lacking:

@@ -324,7 +324,7 @@ def _is_told(found: Found, warning: str) -> bool:
 def _under_hub_names(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint under names that a family's tensors have, where its own, or its optimizer's, are others."""
     naming = naming_of(checkpoint)
-    if naming != "torchtitan" and not is_mixed(checkpoint, naming):
+    if naming in ("", "disk", "module5", "module4") and not is_mixed(checkpoint, naming):
         return checkpoint
     try:
         return as_hub(checkpoint, naming)

@@ -419,3 +419,39 @@ def test_wrong_flags_are_usage(words):
 
 def test_a_config_that_is_not_there_is_the_user_s_mistake():
     assert ckptctl("validate", BROKEN / "ok-sharded", "--model-config", "gone").code == 3
+
+
+def stack_global(module, name):
+    """A pickle that calls module.name("x")."""
+    texts = b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name))
+    return b"\x80\x04" + texts + b"\x93\x8c\x01x\x85R."
+
+
+@pytest.mark.parametrize(
+    "dotted",
+    [
+        "os.system", "posix.system", "nt.system", "subprocess.Popen", "builtins.eval", "builtins.exec",
+        "builtins.compile", "builtins.__import__", "builtins.open", "socket.socket",
+        "webbrowser.open", "runpy.run_path", "pickle.loads",
+        "importlib.import_module", "shutil.rmtree", "requests.api.get", "http.client.HTTPSConnection", "sys.exit",
+        "pty.spawn", "timeit.timeit", "cProfile.run", "code.interact", "ctypes.CDLL", "asyncio.run", "torch.load",
+        "torch.hub.load", "operator.attrgetter", "functools.partial", "pip.main", "pydoc.pipepager", "trace.Trace",
+        "logging.config._resolve", "marshal.loads", "zipimport.zipimporter", "uuid._popen", "numpy.load",
+        "types.CodeType", "urllib.request.urlopen", "multiprocessing.Process", "bdb.Bdb",
+    ],
+)  # fmt: skip
+def test_hostile_pickles_are_not_safe_and_run_nothing(dotted, tmp_path):
+    module, _, name = dotted.rpartition(".")
+    (tmp_path / "x.pkl").write_bytes(stack_global(module, name))
+    document = report(tmp_path / "x.pkl", "--level", "header", code=1)
+    assert only(document, "pickle-calls-code")["where"]["field"] == dotted
+    assert document["checkpoints"][0]["safe"]["answer"] is False
+
+
+def test_a_second_pickle_in_an_archive_is_looked_at_too(tmp_path):
+    from tests.support.torchfiles import torch_zip
+
+    (tmp_path / "a.pt").write_bytes(torch_zip({}, {}, other__pkl=stack_global("os", "system")))
+    assert "pickle-calls-code" in kinds(report(tmp_path / "a.pt", "--level", "header", code=1))
+    (tmp_path / "b.pt").write_bytes(torch_zip({}, {}, other__pkl=b"no pickle"))
+    assert report(tmp_path / "b.pt", "--level", "header", code=0)["findings"] == []

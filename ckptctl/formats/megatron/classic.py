@@ -60,6 +60,7 @@ class Found:
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     iteration: int | None = None
     warnings: list[str] = field(default_factory=list)
+    damaged_state: str = ""
 
     @property
     def spec(self) -> str:

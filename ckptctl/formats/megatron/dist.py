@@ -244,6 +244,7 @@ def _require_right(params: list[Param], folder: _Folder, out: Found) -> None:
     for key, tensor in out.tensors.items():
         if key.kind != "weight":
             out.tensors[key] = replace(tensor, why_unsupported=why)
+    out.damaged_state = why
     out.warnings.append(f"the optimizer's state is damaged by its writer: {why}")
 
 

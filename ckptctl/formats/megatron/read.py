@@ -130,6 +130,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         unknown_globals=tuple(sorted(u for u in found.unknown if not u.startswith("megatron."))),
         unsupported=tuple(found.unsupported),
         warnings=(*found.warnings, *_vocabulary_warning(found.facts, found.tensors)),
+        damaged_state=found.damaged_state,
         naming="megatron",
         padding=padding,
         native=native,

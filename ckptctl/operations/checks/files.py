@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,23 +12,30 @@ from ckptctl.core.errors import CkptError, Unrecognised, Unsupported
 from ckptctl.core.values import Global, Storage, TensorRef
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf import index
-from ckptctl.formats.pickles.danger import verdict
+from ckptctl.formats.pickles import arrays
+from ckptctl.formats.pickles.build import load
+from ckptctl.formats.pickles.danger import unknown, verdict
 from ckptctl.formats.pickles.walk import path_text, walk
 from ckptctl.formats.st import header
 from ckptctl.formats.state import find
-from ckptctl.formats.torchfile.read import TorchFile, open_torch
+from ckptctl.formats.torchfile.read import CALLS, TorchFile, open_torch
+from ckptctl.formats.torchfile.rebuild import Storages
 from ckptctl.formats.torchfile.sniff import refuse_other, sniff
+from ckptctl.formats.zipdir import read_zip
 from ckptctl.operations.checks.found import Archive, Found
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from ckptctl.formats.pickles.danger import Finding
+    from ckptctl.formats.zipdir import ZipDirectory
     from ckptctl.rules.registry import Severity
 
 TORCH = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".th", ".tar")
 _ALWAYS_TORCH = (".pt", ".pth", ".ckpt")
 _JSON_LIMIT = 4 << 20
 _HEAD = 1024
+_MEMBER_LIMIT = 64 << 20
 _UNFINISHED = (".tmp", ".part", ".incomplete", ".crdownload")
 _INDEX = (".safetensors.index.json", ".bin.index.json")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
@@ -143,6 +151,8 @@ def _torch(found: Found, name: str, reader: FileBytes, kind: str) -> None:
         opened = open_torch(reader, problems)
     except Unrecognised as err:
         base = name.rpartition("/")[2]
+        if kind == "zip":
+            _members(found, name, reader, read_zip(reader), "")
         if base.endswith(_ALWAYS_TORCH) or base.startswith(("pytorch_model", "adapter_model")):
             found.unreadable.add(name)
             found.error(err, name)
@@ -162,14 +172,36 @@ def _torch(found: Found, name: str, reader: FileBytes, kind: str) -> None:
         found.names[name] = names
         found.tensors += len(names)
     if opened.directory is not None:
+        _members(found, name, reader, opened.directory, "data.pkl")
         found.archives[name] = Archive(opened.directory, storages)
+
+
+def _members(found: Found, name: str, reader: FileBytes, directory: ZipDirectory, main: str) -> None:
+    """Pickles of an archive besides its main one: torch does not look at them, and other loaders do."""
+    for record in directory.records.values():
+        if record.name.rpartition("/")[2] == main or not record.name.endswith((".pkl", ".pickle")):
+            continue
+        if max(record.nbytes, record.compressed_nbytes) > _MEMBER_LIMIT or record.method not in (0, 8):
+            continue
+        data = reader.read(record.start, record.compressed_nbytes)
+        where = f"{name}, {record.name}"
+        try:
+            data = data if record.method == 0 else zlib.decompressobj(-15).decompress(data, _MEMBER_LIMIT)
+            loaded = load(data, where, persistent=Storages(where), rebuild=CALLS, finish=arrays.FINISH)
+        except (CkptError, zlib.error):  # no pickle, whatever its name: nothing would load it
+            continue
+        _safe(found, name, loaded.unsafe, unknown(loaded.globals))
 
 
 def safe_globals(found: Found, name: str, opened: TorchFile) -> None:
     """What the pickle names: what would run code, and what nobody knows."""
-    for bad in opened.unsafe:
+    _safe(found, name, opened.unsafe, opened.unknown)
+
+
+def _safe(found: Found, name: str, unsafe: Sequence[Finding], odd_ones: Sequence[Finding]) -> None:
+    for bad in unsafe:
         found.note("pickle-calls-code", f"the pickle asks for {bad.name}", file=name, field=str(bad.name), why=bad.why)
-    for odd in opened.unknown:
+    for odd in odd_ones:
         grave = grave_global(odd.name)
         why = f"{odd.name.module.split('.')[0]} has no such name" if grave else odd.why
         found.note(

@@ -56,6 +56,9 @@ def resumable(found: Found, checkpoint: Checkpoint | None) -> Resumable:
 
 def check_state(found: Found, checkpoint: Checkpoint) -> None:
     """Whether the optimizer's state is whole: moments in pairs, each for a weight."""
+    if checkpoint.damaged_state:
+        what = "the optimizer's state is damaged by its writer"
+        found.note("state-misplaced", what, why=checkpoint.damaged_state)
     kinds: dict[str, set[str]] = {}
     for key in checkpoint.tensors:
         if is_state(key) and key.kind != "other":
