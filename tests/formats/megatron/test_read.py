@@ -21,7 +21,7 @@ from ckptctl.operations.naming import as_hub
 from ckptctl.operations.opening import Reading, open_checkpoint
 from ckptctl.operations.tensors import TensorReader
 from tests.support.checkpoints import FIXTURES, SHARED, Truth, ckpt, layouts, shared, truth, truth_config
-from tests.support.commands import document, refused
+from tests.support.commands import document, good, refused
 
 EVERY = layouts("megatron", everything=True)
 SHIFTED = "megatron/dist_tp1pp1_distopt_full_dp2_buckets"
