@@ -57,7 +57,11 @@ def named(found: Found, weights: Checkpoint, facts: Facts, hints: Hints, where: 
 
 
 def _orders(weights: Checkpoint, facts: Facts, stored: Shapes) -> tuple[dict[str, Shapes], str]:
-    """The orders that the optimizer can have had, by namespace, equal ones once; and why there is none."""
+    """The orders that the optimizer can have had, by namespace; and why there is none.
+
+    Orders of the same parameters count once, whatever they are called: a head that only one of the namespaces calls
+    otherwise leaves nothing open.
+    """
     known = family(facts.config) if facts.config is not None else None
     if known is None:
         if weights.variant.startswith("bin"):
@@ -65,6 +69,7 @@ def _orders(weights: Checkpoint, facts: Facts, stored: Shapes) -> tuple[dict[str
         said = f"the family {facts.family!r} is not known here" if facts.family else "there is no config.json"
         return {}, f"{said}, so the order of its parameters is not"
     out: dict[str, Shapes] = {}
+    seen: list[list[tuple[tuple[str, ...], tuple[int, ...]]]] = []
     whys: list[str] = []
     for space in NAMESPACES:
         parameters = known.parameters(space)
@@ -75,7 +80,8 @@ def _orders(weights: Checkpoint, facts: Facts, stored: Shapes) -> tuple[dict[str
             whys.append(f"by its config the model has {lost}, which is not among the weights")
         elif other is not None:
             whys.append(f"by its config {other} has shape {shapes[other]}, among the weights it has {stored[other]}")
-        elif list(shapes.items()) not in [list(s.items()) for s in out.values()]:
+        elif (order := [(tuple(files_of(p, stored)), p.shape) for p in parameters]) not in seen:
+            seen.append(order)
             out[space] = shapes
     return out, "" if out else whys[0]
 

@@ -11,6 +11,7 @@ from ckptctl.formats.trainer.read import is_complete
 from tests.support.checkpoints import ckpt, fixture, run_torch
 from tests.support.commands import document, good, refused
 from tests.support.plain import torch_tree
+from tests.support.saving import adamw, arange, hf_save, torch_save
 
 
 @pytest.fixture
@@ -200,3 +201,46 @@ def test_a_folder_saved_under_fsdp_is_never_taken_for_weights_alone(name, folder
     (folder / name).mkdir()
     error = refused("convert", folder, folder.parent / "out", "--to", "hf", "--no-optimizer")
     assert (error["code"], name in error["why"]) == ("unsupported", True)
+
+
+def neox(layers=1, h=8, inner=12, vocab=10):
+    """Parameters of a gpt_neox in the order that its modules register them, by hand; the head as its files call it."""
+    out = {"gpt_neox.embed_in.weight": (vocab, h)}
+    for i in range(layers):
+        at = f"gpt_neox.layers.{i}."
+        out |= {f"{at}{norm}_layernorm.{x}": (h,) for norm in ("input", "post_attention") for x in ("weight", "bias")}
+        out |= {f"{at}attention.query_key_value.weight": (3 * h, h), f"{at}attention.query_key_value.bias": (3 * h,)}
+        out |= {f"{at}attention.dense.weight": (h, h), f"{at}attention.dense.bias": (h,)}
+        out |= {f"{at}mlp.dense_h_to_4h.weight": (inner, h), f"{at}mlp.dense_h_to_4h.bias": (inner,)}
+        out |= {f"{at}mlp.dense_4h_to_h.weight": (h, inner), f"{at}mlp.dense_4h_to_h.bias": (h,)}
+    return out | {
+        "gpt_neox.final_layer_norm.weight": (h,),
+        "gpt_neox.final_layer_norm.bias": (h,),
+        "embed_out.weight": (vocab, h),
+    }
+
+
+def test_a_head_that_only_one_namespace_calls_otherwise_leaves_no_order_open(tmp_path):
+    shapes = neox()
+    config = {
+        "model_type": "gpt_neox",
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "vocab_size": 10,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    weights = {n: arange(*s, start=100 * i) for i, (n, s) in enumerate(shapes.items())}
+    path = hf_save(tmp_path / "checkpoint-3", weights, config)
+    groups = [[n for n, s in shapes.items() if len(s) > 1], [n for n, s in shapes.items() if len(s) == 1]]
+    numbers = {n: i for i, n in enumerate(n for g in groups for n in g)}
+    saved = adamw([], {numbers[n]: weights[n] for n in numbers})
+    one = {k: v for k, v in saved["param_groups"][0].items() if k != "params"}
+    saved["param_groups"] = [{**one, "params": [numbers[n] for n in g]} for g in groups]
+    torch_save(path / "optimizer.pt", saved)
+    (path / "trainer_state.json").write_text('{"global_step": 3}')
+    good("convert", path, tmp_path / "out.pt", "--to", "torch", "--names", "disk")
+    state = torch_tree(tmp_path / "out.pt")["optimizer"]["state"]
+    want = {n: (w + np.float32(0.5)).tobytes() for n, w in weights.items()}
+    assert {n: e["exp_avg"].data for n, e in state.items()} == want
