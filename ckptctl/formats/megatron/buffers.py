@@ -1,4 +1,4 @@
-"""Where the distributed optimizer keeps each parameter in its flat buffers. Pure arithmetic.
+"""Where the distributed optimizer keeps each parameter in its flat buffers, as facts and shapes say. Pure.
 
 Source: Megatron-LM core_v0.16.1, core/distributed/param_and_grad_buffer.py, _ParamAndGradBuffer.__init__;
 core/optimizer/distrib_optimizer.py, get_parameter_state_dp_zero.
@@ -10,8 +10,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptctl.formats.megatron import model
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ckptctl.formats.megatron.facts import Facts
+    from ckptctl.formats.megatron.groups import Param
+
+STATE_KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Names of a buffer's states in files -> kinds."""
 
 ALIGNMENT = 64
 """A parameter starts at a multiple of this many elements."""
@@ -91,3 +99,23 @@ def buffer(
     if is_open:
         close(at)
     return Buffer(slots, tuple(unpadded), tuple(padded))
+
+
+def slot_name(param: Param) -> str:
+    """What a parameter's slot is called: chunks of a rank have the same local names."""
+    return f"{param.chunk}:{param.name}"
+
+
+def laid_out(params: list[Param], pp_rank: int, facts: Facts) -> Buffer:
+    """The buffer of a chunk's parameters. Only the first chunk of the first stage is split in buckets.
+
+    Source: core_v0.16.1, core/distributed/distributed_data_parallel.py (`disable_bucketing or pp_rank > 0`).
+    """
+    dp = facts.number("data_parallel_size", 1) * facts.number("context_parallel_size", 1)
+    shared = facts.tied and facts.pp > 1
+    if params and model.is_expert(params[0].name) and facts.ep > 1:
+        dp = max(1, dp // facts.ep)
+    sizes = [(slot_name(p), math.prod(p.shape), shared and p.name in model.VOCABULARY) for p in params]
+    first = all(p.chunk == 0 for p in params) and pp_rank == 0
+    busbw = facts.flag("ddp_pad_buckets_for_high_nccl_busbw")
+    return buffer(sizes, dp, facts.bucket_numel(dp) if first else None, busbw=busbw)

@@ -15,7 +15,7 @@ from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.output import Fill, OutputFile, Segment
 from ckptctl.core.values import Array, Global, OrderedPairs, TensorRef, Tree
 from ckptctl.formats.megatron import model, runargs, stages
-from ckptctl.formats.megatron.classic import STATE_KEYS, laid_out
+from ckptctl.formats.megatron.buffers import STATE_KEYS, laid_out, slot_name
 from ckptctl.formats.megatron.groups import Param
 from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE, Rank, folder_name
 from ckptctl.formats.megatron.state import Sort, family_of
@@ -214,7 +214,7 @@ class _Layout:
         """One state of a buffer's parameters, each in its place; gaps are zeros."""
         out: list[Region | Fill] = []
         at = 0
-        starts = {p.name: placed.joined(f"{p.chunk}:{p.name}") for p in params}
+        starts = {p.name: placed.joined(slot_name(p)) for p in params}
         for p in sorted(params, key=lambda p: starts[p.name]):
             start = starts[p.name]
             if start > at:

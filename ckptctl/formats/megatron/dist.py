@@ -21,8 +21,8 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
 from ckptctl.formats.megatron import flat, model
-from ckptctl.formats.megatron.classic import Found, number_of
 from ckptctl.formats.megatron.facts import of_namespace
+from ckptctl.formats.megatron.found import Found, number_of
 from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
 from ckptctl.formats.megatron.groups import Part as Chained
 from ckptctl.formats.torchfile.read import open_torch
@@ -189,8 +189,9 @@ def _optimizer(tree: Tree, folder: _Folder, out: Found) -> None:
     apart = len(parts) > 1 and any(bool(g.get("is_expert_parallel")) for p in parts for g in p.groups)
     out.distributed = any("param_state_sharding_type" in p.rest for p in parts) or flat.is_flat(folder.index)
     for part in parts:
-        found = members(part, params, experts_apart=apart, where=COMMON)
-        _grouped(part, [[p.name for p in g] for g in found], out)
+        common = part.state.get("common_step")
+        for group, of in zip(part.groups, members(part, params, experts_apart=apart, where=COMMON), strict=True):
+            out.add_group(settings(group), (p.name for p in of), number_of(group.get("step", common)), COMMON)
     if flat.is_flat(folder.index):
         out.has_optimizer = True
         out.tensors.update(flat.states(folder.index, folder.files, folder.heads, params, out))
@@ -208,21 +209,6 @@ def _parts(tree: Tree, folder: _Folder) -> list[Chained]:
             found = folder.object(item)
             tree = {**(found if isinstance(found, dict) and "optimizer" in found else {"optimizer": found}), **tree}
     return parts_of(tree, COMMON)
-
-
-def _grouped(part: Chained, names: list[list[str]], out: Found) -> None:
-    common = part.state.get("common_step")
-    for group, of in zip(part.groups, names, strict=True):
-        options = settings(group)
-        known = next((g for g in out.groups if repr(g[0]) == repr(options)), None)
-        if known is None:
-            out.groups.append((options, list(of)))
-        else:
-            known[1].extend(of)
-        step = group.get("step", common)
-        if step is not None:
-            for n in of:
-                out.steps[n] = number_of(step)
 
 
 def _require_right(params: list[Param], folder: _Folder, out: Found) -> None:

@@ -21,7 +21,7 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index
 from ckptctl.formats.megatron import model, stages
-from ckptctl.formats.megatron.classic import STATE_KEYS, laid_out
+from ckptctl.formats.megatron.buffers import STATE_KEYS, laid_out, slot_name
 from ckptctl.formats.megatron.collect import Span, Whole
 from ckptctl.formats.megatron.groups import Param
 from ckptctl.formats.torchfile.read import open_torch
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptctl.formats.megatron.buffers import Buffer
-    from ckptctl.formats.megatron.classic import Found
     from ckptctl.formats.megatron.facts import Facts
+    from ckptctl.formats.megatron.found import Found
 
 _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.gbuf_idx_(\d{1,9})\.dtype_(.+)\.bucket_idx_(\d{1,9})\.(\w+)"
@@ -115,7 +115,7 @@ def _buckets(index: Index, heads: Heads, mesh: _Mesh) -> dict[Key, Tensor]:
         pp_rank, tp_rank = divmod(group, facts.tp)
         for gbuf, (of, placed) in enumerate(mesh.buffers(pp_rank)):
             for bucket, numel in enumerate(placed.unpadded):
-                members = [p for p in of if placed.slots[_member(p)].bucket == bucket]
+                members = [p for p in of if placed.slots[slot_name(p)].bucket == bucket]
                 raw = f"{group}.{gbuf}.{bucket}"
                 for kind in kinds:
                     key = Key(raw, STATE_KEYS.get(kind, kind))
@@ -133,10 +133,6 @@ def _buckets(index: Index, heads: Heads, mesh: _Mesh) -> dict[Key, Tensor]:
     }
 
 
-def _member(param: Param) -> str:
-    return f"{param.chunk}:{param.name}"
-
-
 def _bucket(
     index: Index, heads: Heads, name: str | None, key: Key, numel: int, members: list[Param], placed: Buffer
 ) -> Tensor:
@@ -152,7 +148,7 @@ def _bucket(
         )
     starts = set(chunks.lo[:, 0].tolist())
     for p in members:
-        slot = placed.slots[_member(p)]
+        slot = placed.slots[slot_name(p)]
         if slot.start not in starts:
             raise Unsupported(
                 f"no rank wrote a piece at element {slot.start} of a bucket, where {p.name} should begin",
@@ -168,7 +164,7 @@ def _parts(raw: str, numel: int, members: list[Param], placed: Buffer, group: in
     """A bucket as the rank's parameters in it."""
     parts, shapes = [], []
     for p in members:
-        slot = placed.slots[_member(p)]
+        slot = placed.slots[slot_name(p)]
         view, size = (numel,), (slot.numel,)
         parts.append(Part(Key(_local(p, group)), view, (slot.start,), size, size, (0,), (0,)))
         shapes.append(p.shape)
@@ -176,7 +172,7 @@ def _parts(raw: str, numel: int, members: list[Param], placed: Buffer, group: in
 
 
 def _local(param: Param, group: int) -> str:
-    return f"{group}:{_member(param)}"
+    return f"{group}:{slot_name(param)}"
 
 
 def _part_of_whole(param: Param, group: int, tp_rank: int, mesh: _Mesh) -> Native:
@@ -249,7 +245,7 @@ def _object_buffer(
             first = name == p.name and (at.cut or tp_rank == 0)
             copy = None if first else (p.name, -1 if at.cut else tp_rank)
             alike = not at.cut or name != p.name or (mesh.tied and name == model.EMBEDDING)
-            whole.put(replace(at, name=name), kind, span, copy, offset=placed.joined(_member(p)), compare=alike)
+            whole.put(replace(at, name=name), kind, span, copy, offset=placed.joined(slot_name(p)), compare=alike)
 
 
 __all__ = ["is_flat", "is_shifted", "states"]

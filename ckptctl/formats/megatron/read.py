@@ -15,6 +15,7 @@ from ckptctl.core.remake import Native, remade, to_hub
 from ckptctl.core.tensor import Key, Part, Tensor
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.megatron import classic, dist, model
+from ckptctl.formats.megatron.found import optimizer_of
 from ckptctl.formats.megatron.ranks import model_file, rank_folders
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         str(path),
         tuple(found.sources),
         tensors,
-        classic.optimizer_of(found, kinds),
+        optimizer_of(found, kinds),
         values,
         layout={
             "tp": facts.tp,

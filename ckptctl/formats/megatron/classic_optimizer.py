@@ -1,0 +1,168 @@
+"""The optimizer in a classic folder's files: plain, in the rank's file, or distributed, in flat buffers beside it.
+
+Source: Megatron-LM core_v0.16.1, core/optimizer/optimizer.py, distrib_optimizer.py, get_parameter_state_dp_zero.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptctl.core.errors import Damaged, Unsupported
+from ckptctl.core.values import TensorRef, Tree
+from ckptctl.formats.megatron import model
+from ckptctl.formats.megatron.buffers import STATE_KEYS, Buffer, laid_out, slot_name
+from ckptctl.formats.megatron.collect import Span
+from ckptctl.formats.megatron.found import Found, number_of
+from ckptctl.formats.megatron.groups import Param, Part, members, settings
+from ckptctl.formats.megatron.rankfile import RankFile, opened_file, put, whole_names
+from ckptctl.formats.torchtensor import read_array
+
+if TYPE_CHECKING:
+    from ckptctl.formats.bytesource import FileBytes
+    from ckptctl.formats.torchfile.read import TorchFile
+
+
+def _grouped(part: Part, found: list[list[Param]], here: RankFile, out: Found) -> None:
+    """Adds a rank's groups to those of the others."""
+    for group, params in zip(part.groups, found, strict=True):
+        step = _count(group.get("step"), here)
+        out.add_group(settings(group), whole_names(params, here, out), step, here.opened.path)
+
+
+def _count(value: Tree, here: RankFile) -> Tree:
+    """A count of updates, which torch keeps as a number or as a 0-d tensor."""
+    return number_of(read_array(value, here.reader) if isinstance(value, TensorRef) else value)
+
+
+def plain(parts: list[Part], here: RankFile, out: Found) -> None:
+    """Moments and masters by number, groups in order."""
+    apart = out.facts.ep > 1
+    for part in parts:
+        found = members(part, here.params, experts_apart=apart, where=here.opened.path)
+        _grouped(part, found, here, out)
+        for number, (group, params) in enumerate(zip(part.groups, found, strict=True)):
+            listed = group.get("params")
+            ids = listed if isinstance(listed, list) else []
+            for identity, param in zip(ids, params, strict=True):
+                _state(identity, param, part, here, out)
+            if number < len(part.masters):
+                _masters(part.masters[number], params, here, out)
+
+
+def _state(identity: Tree, param: Param, part: Part, here: RankFile, out: Found) -> None:
+    entry = part.state.get(identity) if isinstance(identity, (int, str)) else None
+    for kind, value in entry.items() if isinstance(entry, dict) else ():
+        if kind == "step":
+            number = _count(value, here)
+            for name in whole_names([param], here, out):
+                out.add_step(name, number, here.opened.path)
+        elif isinstance(value, TensorRef):
+            if value.shape != param.shape:
+                raise Damaged(
+                    f"{kind} of {param.name} is {value.shape}, the parameter {param.shape}",
+                    where=here.opened.path,
+                    why="parameters are numbered by decay and order, which then does not hold here",
+                    fix="take the weights alone with --no-optimizer",
+                    code="optimizer-groups",
+                )
+            span = Span(value, here.number, here.opened, here.reader)
+            put(param.name, param.chunk, str(kind), span, 0, value.shape, here, out)
+
+
+def _masters(masters: Tree, params: list[Param], here: RankFile, out: Found) -> None:
+    """Float32 copies of a group's 16-bit parameters, in its order."""
+    halves = [p for p in params if p.dtype in ("bfloat16", "float16")]
+    if not isinstance(masters, (list, tuple)) or len(masters) != len(halves):
+        raise Unsupported(
+            f"a group has {len(halves)} 16-bit parameters and {len(masters or ())} float32 copies",
+            where=here.opened.path,
+            fix="take the weights alone with --no-optimizer",
+            code="optimizer-groups",
+        )
+    for param, value in zip(halves, masters, strict=True):
+        if not isinstance(value, TensorRef) or value.shape != param.shape:
+            raise Damaged(
+                f"the float32 copy of {param.name} is not of its shape", where=here.opened.path, code="optimizer-groups"
+            )
+        span = Span(value, here.number, here.opened, here.reader)
+        put(param.name, param.chunk, "master", span, 0, value.shape, here, out)
+
+
+def distributed(parts: list[Part], here: RankFile, reader: FileBytes, out: Found) -> None:
+    """Moments and masters of the distributed optimizer: one flat buffer a chunk, type, and kind of expert."""
+    opened = opened_file(reader, out)
+    number = len(out.sources) - 1
+    for part in parts:
+        found = members(part, here.params, experts_apart=out.facts.ep > 1, where=here.opened.path)
+        _grouped(part, found, here, out)
+    trees = opened.root if isinstance(opened.root, list) else [opened.root]
+    for position, tree in enumerate(trees):
+        if tree is None:
+            continue  # dense state under expert parallelism: in the files of the first expert rank only
+        if not isinstance(tree, dict):
+            raise Damaged("the optimizer's buffers are no dict", where=opened.path, code="optimizer-damaged")
+        experts = position > 0 if len(trees) > 1 else None
+        for chunk, buffers in tree.items():
+            if isinstance(chunk, int) and isinstance(buffers, dict):
+                for types, states in buffers.items():
+                    dtype = str(types[0] if isinstance(types, tuple) else types).removeprefix("torch.")
+                    params = [p for p in here.params if p.chunk == chunk and p.dtype == dtype]
+                    if out.facts.ep > 1:
+                        params = [p for p in params if model.is_expert(p.name) == bool(experts)]
+                    _buffer(states, params, here, opened, reader, number, out)
+
+
+def _buffer(
+    states: Tree, params: list[Param], here: RankFile, opened: TorchFile, reader: FileBytes, number: int, out: Found
+) -> None:
+    if not isinstance(states, dict):
+        raise Unsupported(
+            "the optimizer's buffers are kept by bucket, as before February 2024",
+            where=opened.path,
+            fix="load the run with --ckpt-convert-update-legacy-dist-opt-format and save it again",
+            code="optimizer-unknown",
+        )
+    placed = laid_out(params, here.rank.pp, out.facts)
+    said = states.get("numel_unpadded")
+    if said != placed.numel:
+        raise Unsupported(
+            f"a buffer of the distributed optimizer has {said} elements, {placed.numel} by the model's order",
+            where=opened.path,
+            why="where each parameter lies in it is in no file, and follows from their order and sizes",
+            fix="take the weights alone with --no-optimizer",
+            code="optimizer-buffers",
+        )
+    _require_in_place(params, placed, here)
+    for key, value in states.items():
+        if not isinstance(value, TensorRef):
+            continue
+        kind = STATE_KEYS.get(str(key), str(key))
+        if value.shape != (placed.numel,):
+            raise Damaged(
+                f"{key} of a buffer has shape {value.shape}, not ({placed.numel},)",
+                where=opened.path,
+                code="optimizer-buffers",
+            )
+        span = Span(value, number, opened, reader)
+        for p in params:
+            if kind == "master" and p.dtype == "float32":
+                continue  # the weight itself: in float32 the run updates it in place
+            put(p.name, p.chunk, kind, span, placed.joined(slot_name(p)), p.shape, here, out)
+
+
+def _require_in_place(params: list[Param], placed: Buffer, here: RankFile) -> None:
+    """The model's tensors are views of the run's buffer: where they lie in it proves the order, or contradicts it."""
+    refs = {slot_name(p): here.refs[p.chunk, p.name] for p in params}
+    storages = {id(r.storage) for r in refs.values()}
+    if len(storages) != 1 or len(refs) < 2:
+        return
+    for name, ref in refs.items():
+        if ref.offset != placed.in_run(name):
+            raise Unsupported(
+                f"{name.partition(':')[2]} lies at element {ref.offset} of the run's buffer, and should at "
+                f"{placed.in_run(name)}",
+                where=here.opened.path,
+                why="where each parameter lies in the optimizer's buffers follows from their order and sizes",
+                fix="take the weights alone with --no-optimizer",
+                code="optimizer-buffers",
+            )

@@ -1,0 +1,100 @@
+"""What a reader of Megatron's files has gathered, before names and vocabulary are seen to. Data; reads no file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptctl.core.checkpoint import Group, Optimizer, UnsafeGlobal
+from ckptctl.core.errors import Damaged
+from ckptctl.core.values import Array, Tree
+from ckptctl.formats.megatron import model
+from ckptctl.formats.megatron.collect import Whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ckptctl.core.tensor import Key, Source, Tensor
+    from ckptctl.formats.megatron.facts import Facts
+
+
+@dataclass
+class Found:
+    """What the files of a checkpoint hold. groups are settings with the names that have them."""
+
+    facts: Facts
+    variant: str
+    whole: Whole = field(default_factory=Whole)
+    sources: list[Source] = field(default_factory=list)
+    sizes: list[tuple[str, int]] = field(default_factory=list)
+    groups: list[tuple[dict[str, Tree], dict[str, None]]] = field(default_factory=list)
+    steps: dict[str, Tree] = field(default_factory=dict)
+    values: dict[str, Tree] = field(default_factory=dict)
+    native: dict[str, Tree] = field(default_factory=dict)
+    unsafe: list[UnsafeGlobal] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
+    unsupported: list[tuple[str, str]] = field(default_factory=list)
+    fused: bool = False
+    distributed: bool = False
+    layer_keys: bool = False
+    has_optimizer: bool = False
+    stateless: int = 0
+    """Ranks with an optimizer and without its moments."""
+    layers: set[int] = field(default_factory=set)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    iteration: int | None = None
+    warnings: list[str] = field(default_factory=list)
+    damaged_state: str = ""
+
+    @property
+    def spec(self) -> str:
+        """Whose layers the names are: te or local."""
+        return "te" if self.fused else "local"
+
+    def add_group(self, options: dict[str, Tree], names: Iterable[str], step: Tree, where: str) -> None:
+        """Adds a param group of one file, with its count of updates: groups of equal settings are one."""
+        listed = dict.fromkeys(names)
+        known = next((have for said, have in self.groups if repr(said) == repr(options)), None)
+        if known is None:
+            self.groups.append((options, known := {}))
+        known.update(listed)
+        if step is not None:
+            for name in listed:
+                self.add_step(name, step, where)
+
+    def add_step(self, name: str, step: Tree, where: str) -> None:
+        """A parameter's count of updates, which all files must say alike."""
+        said = self.steps.setdefault(name, step)
+        if said != step:
+            raise Damaged(
+                f"ranks do not agree on the optimizer's step of {name}",
+                where=where,
+                why=f"{step} here, {said} elsewhere",
+                fix="take all ranks' files from one save",
+                code="ranks-differ",
+            )
+
+
+def number_of(value: Tree) -> Tree:
+    """A count that was saved as a 0-d tensor, as the number that it is."""
+    if isinstance(value, Array) and len(value.data) <= 16:
+        import numpy as np
+
+        from ckptctl.core.dtype import BY_NAME
+
+        if value.dtype in BY_NAME:
+            number = np.frombuffer(value.data, BY_NAME[value.dtype].numpy)[0].item()
+            return int(number) if float(number).is_integer() else number
+    return value
+
+
+def optimizer_of(found: Found, kinds: Mapping[str, set[str]]) -> Optimizer | None:
+    """Groups and steps; kinds are the names that have each kind of state."""
+    if not found.has_optimizer:
+        return None
+    stateful = set().union(*kinds.values(), set())
+    groups = []
+    for options, names in found.groups:
+        groups.append(Group(tuple(sorted(names, key=model.order)), options))
+    scalars = {(n, "step"): s for n, s in found.steps.items() if n in stateful}
+    return Optimizer(tuple(groups), scalars, keyed="integers")

@@ -1,0 +1,70 @@
+"""One rank's file of a classic folder while it is read, and how its tensors become parts of whole ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckptctl.core.checkpoint import UnsafeGlobal
+from ckptctl.core.tensor import Source
+from ckptctl.formats.megatron import model
+from ckptctl.formats.torchfile.read import TorchFile, open_torch
+
+if TYPE_CHECKING:
+    from ckptctl.core.values import TensorRef
+    from ckptctl.formats.bytesource import FileBytes
+    from ckptctl.formats.megatron.collect import Span
+    from ckptctl.formats.megatron.found import Found
+    from ckptctl.formats.megatron.groups import Param
+    from ckptctl.formats.megatron.ranks import Rank
+
+
+@dataclass
+class RankFile:
+    """One rank's file while it is read: its parameters in order, tensors and their shapes by chunk and local name."""
+
+    rank: Rank
+    spot: dict[int, model.Spot]
+    params: list[Param]
+    refs: dict[tuple[int, str], TensorRef]
+    shapes: dict[int, dict[str, tuple[int, ...]]]
+    opened: TorchFile
+    reader: FileBytes
+    number: int
+
+
+def opened_file(reader: FileBytes, out: Found) -> TorchFile:
+    """A file's tree; the file, and what its pickle asks for, are added to what was found."""
+    opened = open_torch(reader)
+    out.sources.append(Source(reader.path))
+    out.sizes.append((reader.path, reader.nbytes))
+    out.unsafe += [UnsafeGlobal(reader.path, str(f.name), f.why) for f in opened.unsafe]
+    out.unknown.update(str(f.name) for f in opened.unknown)
+    out.unsupported += [(f"{reader.path}: {where}", why) for where, why in opened.unsupported]
+    return opened
+
+
+def put(
+    name: str, chunk: int, kind: str, span: Span, offset: int, shape: tuple[int, ...], here: RankFile, out: Found
+) -> None:
+    """A tensor of a rank under its whole name; which further copy it is, where other ranks hold it too."""
+    facts, rank = out.facts, here.rank
+    for place in model.places(name, shape, here.spot[chunk], here.shapes[chunk]):
+        head = place.name == model.HEAD and facts.tied and facts.pp > 1
+        first = not head and (place.cut or rank.tp == 0) and (place.is_expert or rank.ep == 0)
+        copy = None if first else (head, -1 if place.cut else rank.tp, -1 if place.is_expert else rank.ep)
+        if head:
+            place = replace(place, name=model.EMBEDDING)
+        alike = (not place.cut and facts.tp > 1) or (not place.is_expert and facts.ep > 1)
+        tied = facts.tied and facts.pp > 1 and place.name == model.EMBEDDING
+        out.whole.put(place, kind, span, copy, offset=offset, compare=alike or tied)
+
+
+def whole_names(params: list[Param], here: RankFile, out: Found) -> list[str]:
+    """The whole tensors that a rank's parameters are parts of."""
+    names = []
+    for p in params:
+        for place in model.places(p.name, p.shape, here.spot[p.chunk], here.shapes[p.chunk]):
+            tied = place.name == model.HEAD and out.facts.tied
+            names.append(model.EMBEDDING if tied else place.name)
+    return names
