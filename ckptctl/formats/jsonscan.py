@@ -24,6 +24,8 @@ _INTS = re.compile(
     rb"\[\s*+(?:(?:0|[1-9][0-9]*+)\s*+(?:,\s*+(?:0|[1-9][0-9]*+)\s*+)*+)?+\]".replace(rb"\s", rb"[ \t\n\r]")
 )
 _INT = re.compile(rb"[0-9]++")
+_PAIR = re.compile(rb'\s*+"([^"\\\x00-\x1f]++)"\s*+:\s*+"([^"\\\x00-\x1f]*+)"\s*+,'.replace(rb"\s", rb"[ \t\n\r]"))
+"""A member whose key and value are texts without escapes, and a comma: nearly all there are in an index."""
 _BLOCK = 1 << 20
 _SKIP_LIMIT = 1 << 20
 """Bytes of values that nobody asked for; more is no header or index, and would take minutes to check."""
@@ -168,6 +170,12 @@ class Scan:
         twice: list[str] = []
         more, p = self.opened(p)
         while more:
+            while found := _PAIR.match(self.text, p):
+                key = found[1].decode(errors="replace")
+                if key in out:
+                    twice.append(key)
+                out[key] = found[2].decode(errors="replace")
+                p = found.end()
             key, p = self.key(p)
             if key in out:
                 twice.append(key)
