@@ -17,6 +17,11 @@ CkptError                 exit 3, a problem the user can act on
 
 from __future__ import annotations
 
+from typing import Literal
+
+Severity = Literal["error", "warning", "info"]
+"""How grave a fault is, for readers that go on past it."""
+
 
 class CkptError(Exception):
     """A problem the user can act on: shown without a traceback. Subclasses set exit_code and code."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import CkptError, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported
-from ckptctl.rules.registry import Severity, by_kind
+from ckptctl.rules.registry import by_kind
 
 if TYPE_CHECKING:
+    from ckptctl.core.errors import Severity
     from ckptctl.rules.registry import Rule
 
 _CLASSES: tuple[tuple[type[CkptError], str], ...] = (

@@ -6,9 +6,11 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from typing import TYPE_CHECKING
 
-Severity = Literal["error", "warning", "info"]
+if TYPE_CHECKING:
+    from ckptctl.core.errors import Severity
+
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 """From the gravest on."""
 

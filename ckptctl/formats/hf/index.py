@@ -19,11 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from ckptctl.core.errors import Severity
+
+INDEX_ENDINGS = (".safetensors.index.json", ".bin.index.json")
 _INDEX_LIMIT = 1 << 26
 """Bytes of an index that are read: half a million tensors."""
 _METADATA_LIMIT = 1 << 20
 _PROBLEM_LIMIT = 200
-_SEVERITY = {"total-size-missing": "warning", "total-size-mismatch": "warning", "duplicate-metadata-key": "warning"}
+_SEVERITY: dict[str, Severity] = {
+    "total-size-missing": "warning",
+    "total-size-mismatch": "warning",
+    "duplicate-metadata-key": "warning",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +80,25 @@ class _Draft:
             self.problems.append(kind(what, where=where, why=why, fix=fix, code=code))
 
 
-def read_index(path: Path, name: str = "") -> Index:
+def read_index(path: Path, name: str = "", problems: list[CkptError] | None = None) -> Index:
     """An index file. name is what messages call it (default: path).
 
-    Raises Damaged (index-not-json, duplicate-name, ...), Unsafe (path-escapes) or Unsupported (over 64 MiB) for the
-    first problem that is an error. A missing or odd metadata.total_size is a warning.
+    With problems, all that is wrong (the first 200 of it; see severity()) is put there, and what could be read is
+    given; otherwise the first that is an error is raised. A missing or odd metadata.total_size is a warning.
+
+    Raises Damaged (index-not-json, duplicate-name, ...), Unsafe (path-escapes) or Unsupported (over 64 MiB).
     """
     draft = _examine(path, name or str(path))
-    for problem in draft.problems:
-        if severity(problem) == "error":
-            raise problem
+    if problems is not None:
+        problems.extend(draft.problems)
+    else:
+        for problem in draft.problems:
+            if severity(problem) == "error":
+                raise problem
     return Index(draft.path, draft.weight_map, draft.metadata or {}, tuple(draft.problems))
 
 
-def index_problems(path: Path, name: str = "") -> list[CkptError]:
-    """All that is wrong with an index by itself, the first 200 of it; see severity()."""
-    return _examine(path, name or str(path)).problems
-
-
-def severity(problem: CkptError) -> str:
+def severity(problem: CkptError) -> Severity:
     """Error or warning: whether a problem of an index makes it unusable."""
     return _SEVERITY.get(problem.code, "error")
 

@@ -19,6 +19,7 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf.adapter import adapted, rank_problems
 from ckptctl.formats.hf.config import CONFIG, quantization, read_config
 from ckptctl.formats.hf.files import ADAPTER_CONFIG, HfFolder, WeightSet, compare_sources, scan_folder
+from ckptctl.formats.hf.index import INDEX_ENDINGS
 from ckptctl.formats.hf.shards import read_shards
 from ckptctl.formats.jsonscan import short
 from ckptctl.formats.st.header import read_header
@@ -30,8 +31,6 @@ from ckptctl.formats.wrapping import unwrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-INDEX_ENDINGS = (".safetensors.index.json", ".bin.index.json")
 
 
 def detect(path: Path) -> Evidence | None:

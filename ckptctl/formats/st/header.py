@@ -17,6 +17,7 @@ from ckptctl.formats.st.entry import USUAL, Raw, read_entry
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptctl.core.errors import Severity
     from ckptctl.formats.bytesource import ByteSource
 
 HEADER_LIMIT = 100_000_000
@@ -25,7 +26,7 @@ METADATA = "__metadata__"
 _PROBLEM_LIMIT = 200
 _KINDS = 4096
 """Types and shapes that are looked up rather than worked out again."""
-_SEVERITY = {
+_SEVERITY: dict[str, Severity] = {
     "header-does-not-start-with-brace": "warning",
     "duplicate-metadata-key": "warning",
     "unknown-field": "warning",
@@ -87,25 +88,25 @@ class _Draft:
         return sorted(zip(self.placed, pairs, strict=True), key=lambda item: item[1])
 
 
-def read_header(reader: ByteSource) -> StHeader:
+def read_header(reader: ByteSource, problems: list[CkptError] | None = None) -> StHeader:
     """The header of a safetensors file that fills reader.
 
-    Raises Damaged, its code a kind of finding (header-too-large, gap, overlap, duplicate-name, ...), for the first
-    problem that is an error; the others are in `warnings`.
+    With problems, all that is wrong (the first 200 of it; see severity()) is put there, and what could be read is
+    given; otherwise what is an error is raised, and the rest is in `warnings`.
+
+    Raises Damaged, its code a kind of finding (header-too-large, gap, overlap, duplicate-name, ...).
     """
     draft = _examine(reader)
-    for problem in draft.problems:
-        if severity(problem) == "error":
-            raise problem
+    if problems is not None:
+        problems.extend(draft.problems)
+    else:
+        for problem in draft.problems:
+            if severity(problem) == "error":
+                raise problem
     return StHeader(draft.entries, draft.metadata, draft.data_start, tuple(draft.problems))
 
 
-def problems(reader: ByteSource) -> list[CkptError]:
-    """All that is wrong with a file, the first 200 of it; see severity(). Empty for a good file."""
-    return _examine(reader).problems
-
-
-def severity(problem: CkptError) -> str:
+def severity(problem: CkptError) -> Severity:
     """error, warning or info: whether a problem of a header makes its file unusable."""
     return _SEVERITY.get(problem.code, "error")
 

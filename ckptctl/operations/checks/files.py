@@ -25,11 +25,11 @@ from ckptctl.formats.zipdir import read_zip
 from ckptctl.operations.checks.found import Archive, Found
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from ckptctl.core.errors import Severity
     from ckptctl.formats.pickles.danger import Finding
     from ckptctl.formats.zipdir import ZipDirectory
-    from ckptctl.rules.registry import Severity
 
 TORCH = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".th", ".tar")
 _ALWAYS_TORCH = (".pt", ".pth", ".ckpt")
@@ -37,7 +37,6 @@ _JSON_LIMIT = 4 << 20
 _HEAD = 1024
 _MEMBER_LIMIT = 64 << 20
 _UNFINISHED = (".tmp", ".part", ".incomplete", ".crdownload")
-_INDEX = (".safetensors.index.json", ".bin.index.json")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 FRAMEWORKS = ("torch", "numpy", "builtins", "collections", "transformers", "deepspeed", "megatron")
 """Modules whose names are known: one that they do not have would fail wherever it is loaded."""
@@ -102,30 +101,36 @@ def _file(found: Found, name: str, path: Path) -> None:
         kind = sniff(head)
         if kind == "lfs" or (kind in ("empty", "html") and base.endswith((*TORCH, ".json"))):
             raise refuse_other(kind, name)
-        if base.endswith(_INDEX):
-            problems = index.index_problems(path, name)
-            for problem in problems:
-                found.error(problem, name, _severity(index.severity(problem)))
-            if any(index.severity(p) == "error" for p in problems):
-                found.unreadable.add(name)
+        if base.endswith(index.INDEX_ENDINGS):
+            _index(found, name, path)
         elif base.endswith(".json"):
             _json(found, name, reader)
         elif base.endswith(TORCH) or base == ".metadata":
             _torch(found, name, reader, kind)
 
 
-def _severity(word: str) -> Severity:
-    return "error" if word == "error" else "warning" if word == "warning" else "info"
+def _is_usable(found: Found, name: str, problems: list[CkptError], severity: Callable[[CkptError], Severity]) -> bool:
+    """Adds a file's problems; whether none of them is an error."""
+    for problem in problems:
+        found.error(problem, name, severity(problem))
+    if any(severity(p) == "error" for p in problems):
+        found.unreadable.add(name)
+        return False
+    return True
+
+
+def _index(found: Found, name: str, path: Path) -> None:
+    problems: list[CkptError] = []
+    read = index.read_index(path, name, problems)
+    if _is_usable(found, name, problems, index.severity):
+        found.indexes[name] = read
 
 
 def _safetensors(found: Found, name: str, reader: FileBytes) -> None:
-    problems = header.problems(reader)
-    for problem in problems:
-        found.error(problem, name, _severity(header.severity(problem)))
-    if any(header.severity(p) == "error" for p in problems):
-        found.unreadable.add(name)
+    problems: list[CkptError] = []
+    read = header.read_header(reader, problems)
+    if not _is_usable(found, name, problems, header.severity):
         return
-    read = header.read_header(reader)
     found.headers[name] = read
     found.names[name] = tuple(read.entries)
     found.tensors += len(read.entries)

@@ -6,27 +6,19 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import CkptError
 from ckptctl.formats.hf.files import compare_sources, scan_folder
-from ckptctl.formats.hf.index import read_index
+from ckptctl.formats.hf.index import INDEX_ENDINGS
 
 if TYPE_CHECKING:
     from ckptctl.formats.hf.files import HfFolder
     from ckptctl.formats.hf.index import Index
     from ckptctl.operations.checks.found import Found, Level
 
-_INDEX = (".safetensors.index.json", ".bin.index.json")
-
 
 def check_folder(found: Found, level: Level) -> None:
     """Checks every index of the folder against the files, and the sets of weights in its root against each other."""
-    for name in found.files:
-        if name.endswith(_INDEX) and name not in found.unreadable:
-            try:
-                index = read_index(found.root / name, name)
-            except CkptError as err:
-                found.error(err, name)
-                continue
-            _index(found, name, index, level)
-    if any(f.endswith((".safetensors", ".bin", *_INDEX)) and "/" not in f for f in found.files):
+    for name, index in found.indexes.items():
+        _index(found, name, index, level)
+    if any(f.endswith((".safetensors", ".bin", *INDEX_ENDINGS)) and "/" not in f for f in found.files):
         try:
             folder = scan_folder(found.root)
         except CkptError as err:

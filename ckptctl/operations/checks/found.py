@@ -11,10 +11,10 @@ from ckptctl.rules import Finding, Where, finding, from_error
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptctl.core.errors import CkptError
+    from ckptctl.core.errors import CkptError, Severity
+    from ckptctl.formats.hf.index import Index
     from ckptctl.formats.st.header import StHeader
     from ckptctl.formats.zipdir import ZipDirectory
-    from ckptctl.rules.registry import Severity
 
 Level = Literal["header", "structure", "values"]
 _LIMIT = 200
@@ -38,6 +38,8 @@ class Found:
     files: list[str] = field(default_factory=list)
     headers: dict[str, StHeader] = field(default_factory=dict)
     """Headers of the safetensors files that could be read."""
+    indexes: dict[str, Index] = field(default_factory=dict)
+    """Indexes that could be read."""
     archives: dict[str, Archive] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of the tensors in each file, where the file has such."""

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.core.errors import Severity
     from ckptctl.core.tensor import Tensor
     from ckptctl.names import Family
     from ckptctl.operations.checks.found import Found
-    from ckptctl.rules.registry import Severity
 
 _SHOWN = 4
 _TRAINED = ("hf", "trainer", "dcp", "torch")

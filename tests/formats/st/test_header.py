@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptctl.core.errors import CkptError, Damaged
 from ckptctl.formats import jsonscan
 from ckptctl.formats.bytesource import FileBytes, HeldBytes
-from ckptctl.formats.st.header import problems, read_header, severity
+from ckptctl.formats.st.header import read_header, severity
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 BROKEN = FIXTURES / "broken"
@@ -32,6 +32,12 @@ def cases():
 def make(header, data=b"", *, length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def problems(source):
+    got = []
+    read_header(source, got)
+    return got
 
 
 def found(raw):
