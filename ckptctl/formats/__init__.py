@@ -90,6 +90,7 @@ TARGETS: dict[str, Target] = {
     "deepspeed": Target(
         "a DeepSpeed folder",
         one_step_a_group=True,
+        rounds_masters=True,
         flags=frozenset({"dp", "ep", "zero_stage", "universal"}),
         reshards=frozenset({"dp", "tp", "pp", "ep", "zero_stage", "universal"}),
     ),
@@ -115,6 +116,7 @@ TARGETS: dict[str, Target] = {
         reshards=MEGATRON_FLAGS,
         naming="megatron",
         one_step=True,
+        rounds_masters=True,
     ),
 }
 """Every format with a write module, by the name that --to takes."""

@@ -126,6 +126,7 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
         _refuse_averages(states, source, wanted)
         _movable(states.values())
         states = _selected_states(states, weights, source, wanted, lines)
+        states = _masters_once(states, weights, lines)
         optimizer = _selected_groups(source.optimizer, weights, states, wanted)
     else:
         _dropped(source, states, wanted, lines)
@@ -343,6 +344,22 @@ def _selected_states(
             Line("optimizer state", "dropped", f"{len(states) - len(kept)} tensors of weights that are left out")
         )
     return kept
+
+
+def _masters_once(
+    states: dict[tuple[str, str], Item], weights: Mapping[str, Item], lines: list[Line]
+) -> dict[tuple[str, str], Item]:
+    """States without the masters that are written as the weights, unchanged: they would stand there twice."""
+    twice = set()
+    for (name, kind), item in states.items():
+        weight = weights.get(name)
+        if kind != MASTER or weight is None or weight.dtype != item.dtype:
+            continue
+        if weight.key == item.key or weight.tensor.cast_from is not None:  # the same tensor, or a name for it
+            twice.add((name, kind))
+    if twice:
+        lines.append(Line(MASTER, "carried", f"{len(twice)} tensors: they are the weights"))
+    return {key: item for key, item in states.items() if key not in twice}
 
 
 def _selected_groups(

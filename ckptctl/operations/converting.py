@@ -316,7 +316,7 @@ def _checked(
     index = SourceIndex(tensors, sources)
     require_whole(index, {i.key for i in items})
     require_equal_copies(content, index, budget)
-    require_rounded_masters(content, budget)
+    require_rounded_masters(content, budget, TARGETS[to])
     if TARGETS[to].one_step_a_group:
         require_equal_steps(content, budget)
     casts = frozenset(Cast(i.tensor.held.name, i.dtype.name) for i in items if i.tensor.held.name != i.dtype.name)

@@ -17,7 +17,7 @@ from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
 
 if TYPE_CHECKING:
     from ckptctl.execute import Budget
-    from ckptctl.formats.target import Content
+    from ckptctl.formats.target import Content, Target
 
 SAMPLE_NUMEL = 4096
 """Elements that are compared at the beginning, and at the end, of each parameter."""
@@ -25,11 +25,55 @@ MOST = 2000
 """Parameters that are compared at most, spread over all of them."""
 
 
-def require_rounded_masters(content: Content, budget: Budget) -> None:
-    """Damaged, naming the parameter, where a weight is not its master in the weight's type."""
+def require_rounded_masters(content: Content, budget: Budget, target: Target) -> None:
+    """Damaged, naming the parameter, where a weight is not its master in the weight's type.
+
+    Unsupported where it would not be so in a target that makes its weights of its masters: a cast to another type
+    rounds the weights, which are rounded already, or widens them.
+    """
     source = content.source
-    if not source.rounded_masters:
-        return
+    if source.rounded_masters:
+        _require_rounded(content, budget)
+    if target.rounds_masters:
+        _require_one_value(content, budget, target)
+
+
+def _require_one_value(content: Content, budget: Budget, target: Target) -> None:
+    pairs = []
+    for (name, kind), master in content.states.items():
+        weight = content.weights.get(name)
+        if kind != MASTER or weight is None or weight.key == master.key or weight.tensor.cast_from is not None:
+            continue
+        if weight.tensor.numel and weight.shape == master.shape and weight.dtype.is_float:
+            pairs.append((name, weight, master))
+    with TensorReader(content.source, budget.memory_nbytes // 4) as reader:
+        for name, weight, master in pairs[:: max(1, -(-len(pairs) // MOST))]:
+            as_written = weight.dtype.numpy
+            for start, stop in _spans(weight.tensor.numel):
+                with np.errstate(invalid="ignore", over="ignore"):
+                    a, b = (
+                        typed(reader.run(i.key, start, stop), i.tensor).astype(as_written) for i in (weight, master)
+                    )
+                unlike = (a != b) & ~(np.isnan(a) & np.isnan(b))
+                if unlike.any():
+                    at = int(unlike.argmax())
+                    raise Unsupported(
+                        f"{name} would not be its master in {weight.dtype.name}",
+                        where=content.source.root,
+                        why=f"element {start + at} is {a[at]} by the weight, which is {weight.tensor.dtype.name} in "
+                        f"the source, {b[at]} by the master: {target.called} has one of them, or both alike",
+                        fix="--weights master makes the weights of the masters; --no-optimizer takes the weights alone",
+                        code="masters-differ",
+                    )
+
+
+def _spans(numel: int) -> list[tuple[int, int]]:
+    """Elements that are compared: at the beginning and at the end."""
+    return sorted({(0, min(numel, SAMPLE_NUMEL)), (max(0, numel - SAMPLE_NUMEL), numel)})
+
+
+def _require_rounded(content: Content, budget: Budget) -> None:
+    source = content.source
     used = {k[0] for k in content.states} | {n for n, item in content.weights.items() if item.key.kind == MASTER}
     pairs = []
     for name in dict.fromkeys(used):
@@ -41,9 +85,7 @@ def require_rounded_masters(content: Content, budget: Budget) -> None:
         return
     with TensorReader(source, budget.memory_nbytes // 4) as reader:
         for weight, master in pairs:
-            n = weight.numel
-            spans = {(0, min(n, SAMPLE_NUMEL)), (max(0, n - SAMPLE_NUMEL), n)}
-            for start, stop in sorted(spans):
+            for start, stop in _spans(weight.numel):
                 stored = typed(reader.run(weight.key, start, stop), weight)
                 with np.errstate(invalid="ignore", over="ignore"):
                     rounded = typed(reader.run(master.key, start, stop), master).astype(stored.dtype)
