@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Facts, File, Group, Optimizer
+from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Facts, File, Optimizer
 from ckptctl.core.errors import CkptError, Damaged, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Array, Tree
@@ -140,8 +140,7 @@ class _Set(Joined):
         else:
             optimizer, states = flat_states(flat, self.found, facts, hints.param_order, where)
         scalars = {k: v for k, v in states.items() if not isinstance(v, Gathered)}
-        groups = tuple(Group(g.params, dict(g.options)) for g in optimizer.groups)
-        return replace(optimizer, scalars=scalars, groups=groups), states
+        return replace(optimizer, scalars=scalars), states
 
     def _require_alike(self, states: Mapping[tuple[str, str], Tree]) -> None:
         """Unsupported for state that is plain on every rank where its weight is cut: copies, or parts, who knows."""

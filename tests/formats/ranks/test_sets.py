@@ -358,3 +358,17 @@ def test_optimizer_state_that_is_plain_where_weights_are_cut_is_no_copy(tmp_path
 
     folder = save_ranks(tmp_path / "set", 2, tree)
     assert refused("inspect", folder)["code"] == "ranks-plain"
+
+
+def test_two_optimizers_stay_two(tmp_path):
+    one, two = arange(4, 2), arange(6, 3, start=50)
+
+    def tree(r):
+        cut = {n: dtensor(rows(a, 2, r), a.shape, [shard(0)], line(r, 2)) for n, a in (("g.w", one), ("d.w", two))}
+        each = [
+            {"state": {n: {"exp_avg": cut[n], "step": 3}}, "param_groups": [{"params": [n], "lr": 0.5}]} for n in cut
+        ]
+        return {"model": cut, "optimizers": each}
+
+    folder = save_ranks(tmp_path / "set", 2, tree)
+    assert [g["optimizer"] for g in document("inspect", folder)["groups"]] == [0, 1]
