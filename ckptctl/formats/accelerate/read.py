@@ -22,8 +22,9 @@ from ckptctl.formats.modules import under
 from ckptctl.formats.shifted import shifted
 from ckptctl.formats.state import find
 from ckptctl.formats.torch import read as torch
-from ckptctl.formats.torchfile.read import open_torch
-from ckptctl.formats.torchtensor import steps_made, tensor_of, value_of
+from ckptctl.formats.torchfile.read import TorchFile, open_torch
+from ckptctl.formats.torchstate import placed
+from ckptctl.formats.torchtensor import steps_made, value_of
 from ckptctl.formats.trainer.order import named
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class _Reading:
     groups: list[Group] = field(default_factory=list)
     scalars: dict[tuple[str, str], Tree] = field(default_factory=dict)
     options: dict[str, Tree] = field(default_factory=dict)
+    order_known: bool = True
     keyed: str = "names"
     unnamed: str = ""
     entries: list[Entry] = field(default_factory=list)
@@ -99,22 +101,39 @@ class _Reading:
 
     def optimizer(self, part: Optimizer, prefix: str, owner: int) -> None:
         """One model's optimizer, after those before."""
+        if self.groups and (self.options or part.options):
+            raise Unsupported(
+                f"an optimizer of several has entries of its own ({', '.join(part.options or self.options)})",
+                where=str(self.root),
+                why="several optimizers are joined into one, which has one place for such entries",
+                fix="save the optimizers apart",
+            )
         params = (tuple(n if n.startswith("#") else prefix + n for n in g.params) for g in part.groups)
         self.groups += [replace(g, params=p, owner=owner) for g, p in zip(part.groups, params, strict=True)]
         self.scalars.update({(prefix + n, kind): v for (n, kind), v in part.scalars.items()})
         self.options.update(part.options)
+        self.order_known = self.order_known and part.order_known
         self.keyed, self.unnamed = part.keyed, self.unnamed or part.unnamed
+
+    def whole_optimizer(self) -> Optimizer:
+        """The optimizers of all models as one."""
+        return Optimizer(tuple(self.groups), self.scalars, self.order_known, self.keyed, self.options, self.unnamed)
+
+    def open(self, name: str, reader: FileBytes, role: str) -> TorchFile:
+        """A torch file of the folder, with a source for its tensors."""
+        opened = open_torch(reader)
+        self.files.append(File(name, reader.nbytes, role))
+        self.sources.append(Source(name))
+        self.unsafe += [UnsafeGlobal(name, str(f.name), f.why) for f in opened.unsafe]
+        self.unknown.update(str(f.name) for f in opened.unknown)
+        self.unsupported += [(f"{name}: {where}", why) for where, why in opened.unsupported]
+        return opened
 
     def tree(self, name: str) -> Tree:
         """The value in one torch file of the folder."""
         with FileBytes(self.root / name, name=name) as reader:
-            opened = open_torch(reader)
-            self.files.append(File(name, reader.nbytes, "state"))
-            self.sources.append(Source(name))
-            self.unsafe += [UnsafeGlobal(name, str(f.name), f.why) for f in opened.unsafe]
-            self.unknown.update(str(f.name) for f in opened.unknown)
-            self.unsupported += [(f"{name}: {where}", why) for where, why in opened.unsupported]
-            return value_of(opened.root, name.partition(".")[0], reader, self.tensors, len(self.sources) - 1)
+            root = self.open(name, reader, "state").root
+            return value_of(root, name.partition(".")[0], reader, self.tensors, len(self.sources) - 1)
 
 
 def read(path: Path, hints: Hints) -> Checkpoint:
@@ -131,14 +150,13 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         if number in parts.optimizers:
             _optimizer(out, parts.optimizers[number], weights, prefix, number, hints)
     _values(out, parts)
-    has_optimizer = bool(parts.optimizers)
     made = Checkpoint(
         "accelerate",
         _variant(parts, path),
         str(path),
         tuple(out.sources),
         out.tensors,
-        Optimizer(tuple(out.groups), out.scalars, True, out.keyed, out.options, out.unnamed) if has_optimizer else None,
+        out.whole_optimizer() if parts.optimizers else None,
         out.values,
         out.model_values,
         out.ties,
@@ -201,18 +219,20 @@ def _optimizer(out: _Reading, name: str, weights: Checkpoint | None, prefix: str
             out.optimizer(part.optimizer, prefix, owner)
         return
     with FileBytes(out.root / name, name=name) as reader:
-        opened = open_torch(reader)
-        found = find(opened.root, lambda tree: isinstance(tree, TensorRef))
-        out.unsafe += [UnsafeGlobal(name, str(f.name), f.why) for f in opened.unsafe]
-        out.unsupported += [(f"{name}: {where}", why) for where, why in opened.unsupported]
-        out.files.append(File(name, reader.nbytes))
-        out.sources.append(Source(name))
+        opened = out.open(name, reader, "data")
         if opened.unsafe:
-            return
+            return  # what it is does not matter any more: inspect reports it, everything else stops
+        if opened.cut:
+            raise Unsupported(
+                f"the file holds {opened.cut}s: one rank's part of a state",
+                where=name,
+                why="Accelerate's optimizer files have whole tensors",
+                fix="save it with FSDP's full state, or as a sharded folder",
+            )
+        found = find(opened.root, lambda tree: isinstance(tree, TensorRef))
         if not found.has_optimizer or found.model or weights is None:
             raise Unsupported("the file is not the optimizer of weights beside it", where=name)
         optimizer, states = named(found, weights, hints.facts, hints, name)
-        number = len(out.sources) - 1
         if optimizer.unnamed and prefix:
             raise Unsupported(
                 f"the optimizer's parameters have numbers and no names: {optimizer.unnamed}",
@@ -220,23 +240,9 @@ def _optimizer(out: _Reading, name: str, weights: Checkpoint | None, prefix: str
                 why="with several models, numbers cannot be shown",
                 fix="--model-config with a known family, or save with FSDP",
             )
-        scalars: dict[tuple[str, str], Tree] = {}
-        for (n, kind), value in states.items():
-            if isinstance(value, TensorRef):
-                key = Key(prefix + n, kind)
-                out.tensors[key] = tensor_of(key, value, number)
-            else:
-                scalars[n, kind] = value_of(value, f"{n}.{kind}", reader, out.tensors, number)
-        groups = tuple(
-            replace(
-                g,
-                options={
-                    k: value_of(v, f"param_groups.{i}.{k}", reader, out.tensors, number) for k, v in g.options.items()
-                },
-            )
-            for i, g in enumerate(optimizer.groups, len(out.groups))
-        )
-        out.optimizer(replace(optimizer, groups=groups, scalars=scalars), prefix, owner)
+        source, before = len(out.sources) - 1, len(out.groups)
+        made = placed(optimizer, states, reader, out.tensors, source, prefix=prefix, groups_before=before)
+        out.optimizer(made, prefix, owner)
         if out.step is None:
             out.step = steps_made(found.states, reader)
 

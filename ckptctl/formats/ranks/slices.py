@@ -19,6 +19,7 @@ from ckptctl.core.tensor import dense_strides
 from ckptctl.core.values import Global, Record, TensorRef, Tree
 from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.ranks.placing import Grid, Placement, box_of, cutting_order, grid_of
+from ckptctl.formats.torchfile.rebuild import SLICES
 from ckptctl.formats.torchtensor import read_array
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 _MESH_LIMIT = 8 << 20
 """The largest list of ranks that is read, in bytes: a million ranks."""
 _MOST_AXES = 64
-_KINDS = ("DTensor", "ShardedTensor")
 _PARAMETER = "torch._utils._rebuild_parameter"
 
 
@@ -85,7 +85,7 @@ def is_tensor(tree: Tree) -> bool:
         return True
     if isinstance(tree, Record) and tree.cls == _PARAMETER and tree.args:
         tree = tree.args[0]
-    return isinstance(tree, Record) and _wrapped_class(tree) in _KINDS
+    return isinstance(tree, Record) and _wrapped_class(tree) in SLICES
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Slicer:
             grad = record.args[1] if isinstance(record.args[1], bool) else None
             return None if inner is None else replace(inner, trainable=grad)
         kind = _wrapped_class(record)
-        if kind not in _KINDS:
+        if kind not in SLICES:
             return None
         if len(record.args) != 4 or not isinstance(record.args[2], tuple) or len(record.args[2]) < 4:
             raise self.bad(name, f"is a {kind} that torch would not write so", show(record.args))

@@ -8,7 +8,6 @@ Shapes taken: a state dict; `{model|state_dict|..., optimizer|optim|..., ...}`, 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import EMA, STEP_NAMES, Checkpoint, Facts, File, Optimizer, UnsafeGlobal
@@ -21,6 +20,7 @@ from ckptctl.formats.parameters import named_states
 from ckptctl.formats.ranks import read as ranks
 from ckptctl.formats.state import Found, find, number, plain
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
+from ckptctl.formats.torchstate import placed
 from ckptctl.formats.torchtensor import aliases, same_place, steps_made, tensor_of, value_of
 from ckptctl.formats.wrapping import unwrapped
 
@@ -56,7 +56,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
 def read_dict(path: Path, hints: Hints, reader: FileBytes) -> Checkpoint:
     """As read, of a file that is open."""
     opened = open_torch(reader)
-    if _is_cut(opened):
+    if opened.cut:  # reading slices as tensors would be silently wrong
         return ranks.read(path, hints)
     found = find(_as_dict(opened.root, str(path), is_unsafe=bool(opened.unsafe)), _is_tensor, averages=True)
     return checkpoint_of(opened, found, path, hints, reader)
@@ -87,13 +87,6 @@ def _is_tensor(tree: Tree) -> bool:
     return isinstance(tree, TensorRef)
 
 
-def _is_cut(opened: TorchFile) -> bool:
-    """Whether the file holds slices: reading them as tensors would be silently wrong."""
-    return any(
-        g.name in ("DTensor", "ShardedTensor") and g.module.startswith("torch.distributed") for g in opened.globals
-    )
-
-
 def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, reader: FileBytes) -> Checkpoint:
     """The parts of the tree as a checkpoint over this one file."""
     tensors: dict[Key, Tensor] = {}
@@ -102,7 +95,7 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
     for name, ref in found.ema.items():
         tensors[Key(name, EMA)] = tensor_of(Key(name, EMA), ref, 0)
     ties = aliases(found.model)
-    optimizer = _optimizer(found, ties, tensors, str(path), hints) if found.has_optimizer else None
+    optimizer = _optimizer(found, ties, tensors, str(path), hints, reader) if found.has_optimizer else None
     unsupported = [(f"{opened.path}: {where}", why) for where, why in opened.unsupported]
 
     def value(name: str, tree: Tree) -> Tree:
@@ -115,14 +108,6 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         if isinstance(config, dict) and isinstance(config.get("model_type"), str)
         else Facts()
     )
-    if optimizer is not None:
-        scalars = {k: value(".".join(k), v) for k, v in optimizer.scalars.items()}
-        groups = tuple(
-            replace(g, options={k: value(f"param_groups.{i}.{k}", v) for k, v in g.options.items()})
-            for i, g in enumerate(optimizer.groups)
-        )
-        options = {k: value(f"optimizer.{k}", v) for k, v in optimizer.options.items()}
-        optimizer = replace(optimizer, groups=groups, scalars=scalars, options=options)
     return Checkpoint(
         "torch",
         opened.variant,
@@ -135,7 +120,7 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         ties,
         facts,
         {},
-        _step(values, optimizer, tensors, reader, found),
+        _step(values, reader, found),
         (File(path.name, reader.nbytes),),
         unsafe=tuple(UnsafeGlobal(path.name, str(f.name), f.why) for f in opened.unsafe),
         unknown_globals=tuple(str(f.name) for f in opened.unknown),
@@ -162,19 +147,14 @@ def _one_moment(found: Found) -> tuple[str, ...]:
     )
 
 
-def _optimizer(found: Found, ties: dict[str, str], tensors: dict[Key, Tensor], where: str, hints: Hints) -> Optimizer:
+def _optimizer(
+    found: Found, ties: dict[str, str], tensors: dict[Key, Tensor], where: str, hints: Hints, reader: FileBytes
+) -> Optimizer:
     shapes = {n: ref.shape for n, ref in found.model.items() if n not in ties}
-    optimizer, states = named_states(found, shapes, where, hints.param_order)
-    for (name, kind), value in states.items():
-        if isinstance(value, TensorRef):
-            tensors[Key(name, kind)] = tensor_of(Key(name, kind), value, 0)
-    scalars = {k: v for k, v in states.items() if not isinstance(v, TensorRef)}
-    return replace(optimizer, scalars=scalars)
+    return placed(*named_states(found, shapes, where, hints.param_order), reader, tensors, 0)
 
 
-def _step(
-    values: dict[str, Tree], optimizer: Optimizer | None, tensors: dict[Key, Tensor], reader: FileBytes, found: Found
-) -> int | None:
+def _step(values: dict[str, Tree], reader: FileBytes, found: Found) -> int | None:
     """The step: a counter at the top, else what the optimizer's first parameter counts."""
     for name in STEP_NAMES:
         step = number(values.get(name))

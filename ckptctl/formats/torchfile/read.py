@@ -14,7 +14,7 @@ from ckptctl.formats.pickles.build import Loaded, load
 from ckptctl.formats.pickles.danger import Finding, unknown
 from ckptctl.formats.torchfile.check import check_tree
 from ckptctl.formats.torchfile.legacy import MAGIC, Front, read_legacy
-from ckptctl.formats.torchfile.rebuild import REBUILD, Storages
+from ckptctl.formats.torchfile.rebuild import REBUILD, SLICES, Storages
 from ckptctl.formats.torchfile.sniff import refuse_other, sniff
 from ckptctl.formats.zipdir import ZipDirectory, ZipRecord, read_zip
 
@@ -54,6 +54,11 @@ class TorchFile:
     def unknown(self) -> list[Finding]:
         """Names that no checkpoint is known to hold: read as inert records."""
         return unknown(self.globals)
+
+    @property
+    def cut(self) -> str:
+        """The class whose slices the file holds, DTensor or ShardedTensor; "" where its tensors are whole."""
+        return next((g.name for g in self.globals if g.name in SLICES and g.module.startswith("torch.distributed")), "")
 
     def require_safe(self) -> None:
         """Raises Unsafe, naming the first global that would run code, where there is one."""

@@ -31,7 +31,8 @@ _QUANTIZED = {
     )
 }
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.tensor.Tensor"})
-_PLAIN_WRAPPERS = ("DTensor", "ShardedTensor")
+SLICES = ("DTensor", "ShardedTensor")
+"""Classes of torch.distributed whose instances hold one rank's part of a tensor."""
 _REBUILD = "torch._utils._rebuild_"
 
 
@@ -233,7 +234,7 @@ def why_unsupported(record: Record) -> str:
         inner, kind = str(record.args[0]), record.args[1]
         if inner in _WHY:
             return _WHY[inner]
-        return "" if kind.name in _PLAIN_WRAPPERS else f"a tensor of the class {kind}"
+        return "" if kind.name in SLICES else f"a tensor of the class {kind}"
     if call is _parameter and record.args and isinstance(record.args[0], (Record, TensorRef)):
         return ""  # the tensor inside is looked at by itself
     return "a tensor that torch 2.13 would not write so"

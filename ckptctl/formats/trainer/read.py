@@ -9,21 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import Checkpoint, Facts, File, Group, Optimizer, UnsafeGlobal
+from ckptctl.core.checkpoint import Checkpoint, Facts, File, Optimizer, UnsafeGlobal
 from ckptctl.core.errors import CkptError, Unsupported
-from ckptctl.core.tensor import Key, Source, Tensor
+from ckptctl.core.tensor import Source
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf import read as hf
 from ckptctl.formats.state import find
 from ckptctl.formats.torchfile.read import open_torch
-from ckptctl.formats.torchtensor import steps_made, tensor_of, value_of
+from ckptctl.formats.torchstate import placed
+from ckptctl.formats.torchtensor import steps_made, value_of
 from ckptctl.formats.trainer import files
 from ckptctl.formats.trainer.order import named
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ckptctl.core.tensor import Key, Tensor
 
 
 def detect(path: Path) -> Evidence | None:
@@ -71,14 +74,13 @@ class _Beside:
         self.unsafe += [UnsafeGlobal(name, str(f.name), f.why) for f in opened.unsafe]
         self.unknown.update(str(f.name) for f in opened.unknown)
         self.unsupported += [(f"{name}: {where}", why) for where, why in opened.unsupported]
-        for g in opened.globals:
-            if g.name in ("DTensor", "ShardedTensor") and g.module.startswith("torch.distributed"):
-                raise Unsupported(
-                    f"the file holds {g.name}s: one rank's part of a state",
-                    where=name,
-                    why="a Trainer folder has whole tensors",
-                    fix="save it with FSDP's full state, or as a sharded folder",
-                )
+        if opened.cut:
+            raise Unsupported(
+                f"the file holds {opened.cut}s: one rank's part of a state",
+                where=name,
+                why="a Trainer folder has whole tensors",
+                fix="save it with FSDP's full state, or as a sharded folder",
+            )
         return opened.root
 
     def value(self, tree: Tree, at: str, reader: FileBytes) -> Tree:
@@ -144,18 +146,9 @@ def _optimizer(out: _Beside, weights: Checkpoint, facts: Facts, hints: Hints) ->
             )
         source = len(out.sources) - 1
         optimizer, states = named(found, weights, facts, hints, f"{out.root}/{name}")
-        for (at, kind), leaf in states.items():
-            if isinstance(leaf, TensorRef):
-                out.tensors[Key(at, kind)] = tensor_of(Key(at, kind), leaf, source)
         if out.step is None:
             out.step = steps_made(found.states, reader)
-        scalars = {k: out.value(v, ".".join(k), reader) for k, v in states.items() if not isinstance(v, TensorRef)}
-        groups = tuple(
-            Group(g.params, {k: out.value(v, f"param_groups.{i}.{k}", reader) for k, v in g.options.items()})
-            for i, g in enumerate(optimizer.groups)
-        )
-        options = {k: out.value(v, f"optimizer.{k}", reader) for k, v in optimizer.options.items()}
-    return replace(optimizer, groups=groups, scalars=scalars, options=options)
+        return placed(optimizer, states, reader, out.tensors, source)
 
 
 def _state(out: _Beside) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
+from ckptctl.core.values import Global, Record
 from tests.support.checkpoints import ckpt, truth
 from tests.support.commands import document, good, refused
 from tests.support.format_suite import tree_bytes, weights_in
@@ -109,3 +112,50 @@ def test_values_without_a_place_are_kept_beside(tmp_path):
 def test_files_of_single_ranks_are_refused(tmp_path):
     torch_save(tmp_path / "pytorch_model_fsdp_0_rank0.bin", {"a": arange(2)})
     assert refused("inspect", tmp_path, code=3)["code"] == "unsupported"
+
+
+def optimizer_folder(tmp_path, **more):
+    """A folder with one model and its optimizer, which has more entries beside state and param_groups."""
+    path = plain(tmp_path / "run", {"a.w": arange(2, 3), "a.b": arange(3)})
+    torch_save(path / "optimizer.bin", {**adamw([0, 1], {0: arange(2, 3), 1: arange(3)}), **more})
+    return path
+
+
+def test_groups_of_flat_keys_are_said_to_be_put_together(tmp_path):
+    source = ckpt("torch/fsdp2_dp2_flatoptim_dcp")
+    shutil.copytree(source, tmp_path / "run" / "optimizer_0")
+
+    def groups(path, out):
+        lines = document("convert", path, tmp_path / out, "--to", "torch")["fidelity"]
+        return next(line["detail"] for line in lines if line["part"] == "param groups")
+
+    told = groups(source, "a")
+    assert "put together by equal settings" in told
+    assert groups(tmp_path / "run", "b") == told
+
+
+def test_slices_of_one_rank_in_an_optimizer_s_file_are_refused(tmp_path):
+    verl = ckpt("torch/verl_fsdp2")
+    shapes = {t["name"]: t["shape"] for t in document("ls", verl, "--kind", "weight")["tensors"]}
+    torch_save(tmp_path / "pytorch_model.bin", {n: np.zeros(shape, np.float32) for n, shape in shapes.items()})
+    shutil.copy(verl / "optim_world_size_2_rank_0.pt", tmp_path / "optimizer.bin")
+    error = refused("inspect", tmp_path)
+    assert ("DTensor" in error["what"], error["where"]) == (True, "optimizer.bin")
+
+
+def test_what_stands_beside_an_optimizer_s_state_is_carried_tensors_too(tmp_path):
+    path = optimizer_folder(tmp_path, extra={"t": arange(3, start=7), "n": 4})
+    good("convert", path, tmp_path / "t", "--to", "torch")
+    extra = torch_tree(tmp_path / "t")["optimizer"]["extra"]
+    assert (extra["t"].data, extra["n"]) == (arange(3, start=7).tobytes(), 4)
+
+
+def test_several_optimizers_with_entries_of_their_own_are_refused(tmp_path):
+    path = plain(tmp_path / "run", {"w": arange(2, 3)}, {"v": arange(1)})
+    torch_save(path / "optimizer_1.bin", {**adamw([0], {0: arange(1)}), "extra": 1})
+    assert "extra" in refused("inspect", path)["what"]
+
+
+def test_names_that_no_checkpoint_holds_are_told_of_an_optimizer_s_file(tmp_path):
+    path = optimizer_folder(tmp_path, extra=Record(Global("my.module", "Thing"), ()))
+    assert "my.module.Thing" in document("inspect", path)["unknown_globals"]
