@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import OTHER, WEIGHTS, Group, Optimizer
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
-from ckptctl.formats.state import Leaf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,12 +24,11 @@ TAKEN_KINDS = (*WEIGHTS, OTHER, "file")
 def named_states(
     found: Found, shapes: Mapping[str, tuple[int, ...]], where: str, order: Sequence[str] = ()
 ) -> tuple[Optimizer, dict[tuple[str, str], Tree]]:
-    """The optimizer with every parameter under its name, and its states by (name, kind).
+    """The optimizer with every parameter under its name, and its states by (name, kind): tensors and values alike.
 
-    shapes are those of the model's parameters in registration order, aliases left out. Integer ids are mapped by
-    `order` (a list of names
-    that the user gives), by names that the groups record (`param_names`), or where exactly one assignment of the
-    model's order fits
+    Which of them are the optimizer's scalars is for the reader to say, who reads them. shapes are those of the model's
+    parameters in registration order, aliases left out. Integer ids are mapped by `order` (a list of names that the user
+    gives), by names that the groups record (`param_names`), or where exactly one assignment of the model's order fits
     every shape of every group; else they stay numbers, and the optimizer says why (`unnamed`).
 
     Raises Damaged for groups that contradict themselves; MissingFact for an order that does not fit.
@@ -67,9 +65,8 @@ def named_states(
         options = {k: v for k, v in g.items() if k not in ("params", "param_names")}
         groups.append(Group(tuple(names.get(p, str(p)) for p in _members(g)), options, owner))
     _once([n for g in groups for n in g.params], where)
-    scalars = {k: v for k, v in states.items() if not (isinstance(v, Leaf) and hasattr(v, "shape"))}
     known = not found.flat_optimizer
-    return Optimizer(tuple(groups), scalars, known, keyed, found.optimizer_options, unnamed), states
+    return Optimizer(tuple(groups), {}, known, keyed, found.optimizer_options, unnamed), states
 
 
 def _members(group: Mapping[str, Tree]) -> list[PathKey]:

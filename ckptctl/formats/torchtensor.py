@@ -5,7 +5,6 @@ Shared by torch files, `.bin` folders and DCP items.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.dtype import packed
@@ -29,15 +28,12 @@ Larger ones are tensors of kind other.
 def tensor_of(key: Key, ref: TensorRef, source: int) -> Tensor:
     """A tensor whose bytes lie in source, at the places that its storage says. Strides are kept.
 
-    No copy is made contiguous here.
+    No copy is made contiguous here, and of an expanded tensor (stride 0) the same bytes are read many times.
     """
     item = ref.dtype.itemsize
     strides = tuple(s * item for s in ref.stride)
     start = ref.storage.start_byte + ref.offset * item
     why = "its conjugate or negative bit is set: the stored bytes are before it" if ref.conj or ref.neg else ""
-    if math.prod(ref.shape) and any(s == 0 and n > 1 for s, n in zip(ref.stride, ref.shape, strict=True)):
-        # An expanded tensor: the same bytes stand for many elements. Reading them many times is right.
-        pass
     table = PieceTable.of([Piece(ref.shape, (0,) * len(ref.shape), ref.shape, source, start, strides)], item)
     return Tensor(
         key,
