@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from ckptctl.core.checkpoint import PathKey, part_of
+from ckptctl.core.checkpoint import STEP_NAMES, Facts, PathKey, part_of
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.values import Array, Record, Tree
 from ckptctl.formats import optimizers, wrapping
@@ -31,27 +31,13 @@ OPTIMIZER_KEYS = (
 )
 NUMBERED = re.compile(r"optimizer_(\d+)")
 """One optimizer of several, each under a key of its own: Lightning's sharded folders."""
-
-
-@runtime_checkable
-class Leaf(Protocol):
-    """A tensor in a tree."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> Any:
-        """Its element type."""
-
-
 EMA_KEYS = ("ema", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "ema_params")
 """Averaged copies of the weights: never taken for the model itself.
 
 Where every name and shape of one is the model's, it is tensors of kind ema, else a value.
 """
 IsLeaf = Callable[[Tree], bool]
+"""Whether a node of the tree is a tensor. One has a shape."""
 
 
 @dataclass
@@ -304,6 +290,19 @@ def plain(tree: Tree) -> Any:
         if tree is None or isinstance(tree, (bool, int, float, str))
         else str(tree.cls if isinstance(tree, Record) else tree)
     )
+
+
+def config_in(values: Mapping[str, Tree], where: str) -> Facts:
+    """What a model's config among the values says; nothing where there is none. where is the file, for reports."""
+    config = values.get("config")
+    if isinstance(config, dict) and isinstance(config.get("model_type"), str):
+        return Facts.of(plain(config), f"{where} (config)")
+    return Facts()
+
+
+def counted(values: Mapping[str, Tree]) -> int | None:
+    """The step that a counter at the top of a state says, by its usual names; None where there is none."""
+    return next((step for name in STEP_NAMES if (step := number(values.get(name))) is not None), None)
 
 
 def number(value: Tree) -> int | None:

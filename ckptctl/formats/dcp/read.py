@@ -14,10 +14,8 @@ import numpy as np
 
 from ckptctl.core.checkpoint import (
     EMA,
-    STEP_NAMES,
     Checkpoint,
     Entry,
-    Facts,
     File,
     Optimizer,
     PathKey,
@@ -36,7 +34,7 @@ from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_ind
 from ckptctl.formats.dcp.ranklocal import RANK_METADATA, is_rank_local, ranks_of, read_ranks
 from ckptctl.formats.parameters import named_states
 from ckptctl.formats.pickles.emit import dump
-from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, find, number, plain
+from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, config_in, counted, find, number
 from ckptctl.formats.torchtensor import VALUE_LIMIT
 from ckptctl.formats.wrapping import unwrapped
 from ckptctl.names import looks_like_torchtitan
@@ -79,12 +77,6 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     rest = {name: folder.value(name, tree) for name, tree in found.rest.items()}
     model_values = {name: folder.value(f"model.{name}", tree) for name, tree in found.model_values.items()}
     folder.require_equal_objects(found)
-    config = rest.get("config")
-    facts = (
-        Facts.of(plain(config), f"{path.name} (config)")
-        if isinstance(config, dict) and isinstance(config.get("model_type"), str)
-        else Facts()
-    )
     return Checkpoint(
         "dcp",
         _variant(folder, found),
@@ -94,7 +86,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         optimizer,
         rest,
         model_values,
-        facts=facts,
+        facts=config_in(rest, path.name),
         layout=folder.layout(),
         step=folder.step(rest, found),
         files=folder.sizes(),
@@ -314,10 +306,8 @@ class _Folder:
 
     def step(self, rest: Mapping[str, Tree], found: Found) -> int | None:
         """The step: a counter at the top, else what the optimizer's first parameter counts."""
-        for name in STEP_NAMES:
-            step = number(rest.get(name))
-            if step is not None:
-                return step
+        if (step := counted(rest)) is not None:
+            return step
         for entry in found.states.values():
             value = entry.get("step")
             if isinstance(value, Leaf):

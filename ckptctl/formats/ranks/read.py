@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import STEP_NAMES, Checkpoint, Facts, File, Optimizer
+from ckptctl.core.checkpoint import Checkpoint, Facts, File, Optimizer
 from ckptctl.core.errors import CkptError, Damaged, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Array, Tree
@@ -22,7 +22,7 @@ from ckptctl.formats.ranks.files import RankFiles, missing_ranks, rank_files, re
 from ckptctl.formats.ranks.flat import Flat, flat_alone, flat_states, from_units, has_units, is_flat_state, ways_of
 from ckptctl.formats.ranks.gather import Gathered, aliases
 from ckptctl.formats.ranks.joining import Joined
-from ckptctl.formats.state import number
+from ckptctl.formats.state import counted, number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -253,10 +253,8 @@ class _Set(Joined):
 
     def _step(self, values: Mapping[str, Tree], states: Mapping[tuple[str, str], Tree], data: DataFiles) -> int | None:
         """The step: a counter at the top, else what the optimizer's first parameter counts."""
-        for name in STEP_NAMES:
-            step = number(values.get(name))
-            if step is not None:
-                return step
+        if (step := counted(values)) is not None:
+            return step
         value = next((v for (_, kind), v in states.items() if kind == "step"), None)
         if isinstance(value, Gathered):
             row = value.columns[0].tolist() if len(value.columns) and not value.shape else None

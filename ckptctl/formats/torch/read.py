@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import EMA, STEP_NAMES, Checkpoint, Facts, File, Optimizer, UnsafeGlobal
+from ckptctl.core.checkpoint import EMA, Checkpoint, File, Optimizer, UnsafeGlobal
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Record, TensorRef, Tree
@@ -18,7 +18,7 @@ from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.parameters import named_states
 from ckptctl.formats.ranks import read as ranks
-from ckptctl.formats.state import Found, find, number, plain
+from ckptctl.formats.state import Found, config_in, counted, find
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchstate import placed
 from ckptctl.formats.torchtensor import aliases, same_place, steps_made, tensor_of, value_of
@@ -102,12 +102,7 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         return value_of(tree, name, reader, tensors, 0)
 
     values = {name: value(name, tree) for name, tree in found.rest.items()}
-    config = found.rest.get("config")
-    facts = (
-        Facts.of(plain(config), f"{path.name} (config)")
-        if isinstance(config, dict) and isinstance(config.get("model_type"), str)
-        else Facts()
-    )
+    step = counted(values)
     return Checkpoint(
         "torch",
         opened.variant,
@@ -118,9 +113,9 @@ def checkpoint_of(opened: TorchFile, found: Found, path: Path, hints: Hints, rea
         values,
         {n: value(n, v) for n, v in found.model_values.items()},
         ties,
-        facts,
+        config_in(found.rest, path.name),
         {},
-        _step(values, reader, found),
+        step if step is not None else steps_made(found.states, reader),
         (File(path.name, reader.nbytes),),
         unsafe=tuple(UnsafeGlobal(path.name, str(f.name), f.why) for f in opened.unsafe),
         unknown_globals=tuple(str(f.name) for f in opened.unknown),
@@ -152,12 +147,3 @@ def _optimizer(
 ) -> Optimizer:
     shapes = {n: ref.shape for n, ref in found.model.items() if n not in ties}
     return placed(*named_states(found, shapes, where, hints.param_order), reader, tensors, 0)
-
-
-def _step(values: dict[str, Tree], reader: FileBytes, found: Found) -> int | None:
-    """The step: a counter at the top, else what the optimizer's first parameter counts."""
-    for name in STEP_NAMES:
-        step = number(values.get(name))
-        if step is not None:
-            return step
-    return steps_made(found.states, reader)
