@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIG = "config.json"
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""config.json's own word for the weights' type. Source: transformers 5.24.0 writes the first, 4 the second."""
 _LIMIT = 1 << 22
 
 
@@ -63,11 +65,8 @@ def quantization(config: dict[str, Any]) -> Quantization | None:
 
 
 def config_dtype(config: dict[str, Any]) -> str:
-    """The dtype that config.json names, as torch spells it without `torch.`; "" where it names none.
-
-    Source: transformers 5.24.0 writes `dtype`; before it was `torch_dtype`.
-    """
-    for key in ("dtype", "torch_dtype"):
+    """The dtype that config.json names, as torch spells it without `torch.`; "" where it names none."""
+    for key in DTYPE_KEYS:
         value = config.get(key)
         if isinstance(value, str):
             return value.removeprefix("torch.")

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import ADAPTER
-from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import Unsupported
-from ckptctl.core.output import OutputFile, Put, Region
-from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
-from ckptctl.formats.hf.config import CONFIG
+from ckptctl.core.output import OutputFile, Put
+from ckptctl.formats.carry import Carried
+from ckptctl.formats.hf.config import CONFIG, DTYPE_KEYS
 from ckptctl.formats.hf.files import ADAPTER_CONFIG
 from ckptctl.formats.hf.index import index_bytes, shard_names, split
 from ckptctl.formats.st.write import safetensors_segments
@@ -23,8 +22,6 @@ from ckptctl.formats.target import Choices, Content, Item, Line, Written
 if TYPE_CHECKING:
     from ckptctl.core.checkpoint import Checkpoint, Facts
 
-DTYPE_KEYS = ("dtype", "torch_dtype")
-"""config.json's own word for the weights' type. Source: transformers 5 writes the first, 4 the second."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
@@ -60,7 +57,9 @@ def write(content: Content, choices: Choices) -> Written:
         files.append(OutputFile("model.safetensors.index.json", lambda: [Put(text)]))
     if not choices.bare:
         files += _adapter_config(content, lines) if adapter else _config(content, weights, lines)
-    extra = _extras(content.source, choices, lines)
+    if choices.bare:
+        return Written(tuple(files), True, tuple(lines))
+    extra = _extras(content.source, lines)
     return Written((*files, *extra.files), True, tuple(lines), extra.tensors, extra.sources)
 
 
@@ -115,14 +114,12 @@ def _file(path: str, items: list[tuple[str, Item]], metadata: dict[str, str]) ->
 def _config(content: Content, weights: dict[str, Item], lines: list[Line]) -> list[OutputFile]:
     facts = content.source.facts
     if facts.config is None:
-        lines.append(Line("config.json", "absent", "from_pretrained needs one: give --model-config DIR|FILE"))
+        lines.append(Line(CONFIG, "absent", "from_pretrained needs one: give --model-config DIR|FILE"))
         return []
     _fits(content, weights)
     text, changed = _agreeing(facts, weights)
-    lines.append(
-        Line("config.json", "converted" if changed else "carried", "; ".join([f"from {facts.origin}", *changed]))
-    )
-    return [OutputFile("config.json", lambda: [Put(text)])]
+    lines.append(Line(CONFIG, "converted" if changed else "carried", "; ".join([f"from {facts.origin}", *changed])))
+    return [OutputFile(CONFIG, lambda: [Put(text)])]
 
 
 def _agreeing(facts: Facts, weights: dict[str, Item]) -> tuple[bytes, list[str]]:
@@ -166,30 +163,12 @@ def _fits(content: Content, weights: dict[str, Item]) -> None:
                 )
 
 
-class _Extras:
-    def __init__(self) -> None:
-        self.files: list[OutputFile] = []
-        self.tensors: dict[Key, Tensor] = {}
-        self.sources: tuple[Source, ...] = ()
-
-
-def _extras(source: Checkpoint, choices: Choices, lines: list[Line]) -> _Extras:
-    """Tokenizer, generation settings and the like, byte for byte: each is moved like a tensor of bytes."""
-    out = _Extras()
-    names = [] if choices.bare else [n for n in source.extras if n != "config.json"]
-    sizes = {f.path: f.nbytes for f in source.files}
-    byte = BY_NAME["uint8"]
-    for name in names:
-        nbytes = sizes.get(name)
-        if nbytes is None:
-            continue
-        number = len(source.sources) + len(out.sources)
-        key, shape = Key(name, "file"), (nbytes,)
-        out.sources = (*out.sources, Source(name))
-        out.tensors[key] = Tensor(key, byte, shape, (PieceTable.whole(shape, 1, number, 0),))
-        region = Region(key, byte, shape, (0,), shape)
-        target = Path(name).relative_to(source.extras_root).as_posix()
-        out.files.append(OutputFile(target, lambda region=region: [region]))  # type: ignore[misc]
+def _extras(source: Checkpoint, lines: list[Line]) -> Carried:
+    """Tokenizer, generation settings and the like, byte for byte."""
+    out = Carried(source)
+    for name in source.extras:
+        if name != CONFIG:
+            out.add(name, Path(name).relative_to(source.extras_root).as_posix())
     if out.files:
         lines.append(Line("tokenizer and other files", "carried", ", ".join(f.path for f in out.files)))
     return out

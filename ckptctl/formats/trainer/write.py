@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import MASTER
-from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported
-from ckptctl.core.output import OutputFile, Put, Region
-from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
+from ckptctl.core.output import OutputFile, Put
+from ckptctl.formats.carry import Carried
 from ckptctl.formats.hf.write import write as hf_write
 from ckptctl.formats.target import Choices, Content, Line, Written
 from ckptctl.formats.torch.write import TorchTree, merged_states
@@ -67,13 +66,18 @@ def write(content: Content, choices: Choices) -> Written:
         out.append(_torch_file(files.OTHER_VALUES, content, _value(left)))
         told = f"{', '.join(left)}: in {files.OTHER_VALUES}, which the Trainer passes over"
         lines.append(Line("other values", "carried", told))
-    own = _own_files(content, len(source.sources) + len(weights.sources))
+    carried = Carried(source, [*weights.files, *out], dict(weights.tensors), weights.sources)
+    own = [f.path for f in source.files if f.role == "own"] if source.format == "trainer" else []
+    for path in own:
+        carried.add(path)
+    if own:
+        lines.append(Line("arguments", "carried", ", ".join(own)))
     return Written(
-        (*weights.files, *out, *own.files),
+        tuple(carried.files),
         True,
-        (*lines, *own.lines),
-        {**weights.tensors, **own.tensors},
-        (*weights.sources, *own.sources),
+        tuple(lines),
+        carried.tensors,
+        carried.sources,
         decided=frozenset(line.part for line in (schedule_line, random_line, *two.lines)) | _OTHER,
     )
 
@@ -143,21 +147,3 @@ def _optimizer(content: Content, optimizer: Optimizer | None, groups: tuple[Grou
         ],
         **{k: made.value(v) for k, v in optimizer.options.items()},
     }
-
-
-def _own_files(content: Content, first: int) -> Written:
-    """What only a Trainer folder has a place for, byte for byte: its arguments, where the source was one."""
-    byte = BY_NAME["uint8"]
-    tensors: dict[Key, Tensor] = {}
-    sources: list[Source] = []
-    out: list[OutputFile] = []
-    for file in content.source.files:
-        if file.role != "own" or content.source.format != "trainer":
-            continue
-        key, shape = Key(file.path, "file"), (file.nbytes,)
-        tensors[key] = Tensor(key, byte, shape, (PieceTable.whole(shape, 1, first + len(sources), 0),))
-        sources.append(Source(file.path))
-        region = Region(key, byte, shape, (0,), shape)
-        out.append(OutputFile(file.path, lambda region=region: [region]))  # type: ignore[misc]
-    lines = (Line("arguments", "carried", ", ".join(f.path for f in out)),) if out else ()
-    return Written(tuple(out), True, lines, tensors, tuple(sources))
