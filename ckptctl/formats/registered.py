@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptctl.names import family
+from ckptctl.names import NAMESPACES, family
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptctl.core.checkpoint import Facts
-    from ckptctl.names import Namespace, Parameter
-
-NAMESPACES: tuple[Namespace, ...] = ("module5", "module4", "disk")
+    from ckptctl.names import Parameter
 
 
 def registered(facts: Facts, names: Iterable[str]) -> tuple[Parameter, ...] | None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.remake import Native
 from ckptctl.core.tensor import Key, Part
 from ckptctl.names.expression import NoNumber, value_of
+from ckptctl.names.table import table
 
 if TYPE_CHECKING:
     from ckptctl.names.families import Family, Parameter
@@ -20,21 +18,16 @@ Shape = tuple[int, ...]
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
-@cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads(files(__package__ or "ckptctl.names").joinpath("megatron.toml").read_text(encoding="utf-8"))
-
-
 def megatron(family: Family, *, head: bool) -> list[Native]:
     """The parameters and buffers of a family as Megatron has them. head: a tied head, too, where a file holds one.
 
     Unsupported for a family, or a parameter of a config, that its models do not have.
     """
-    blocks = _table()["families"].get(family.name)
+    blocks = table("megatron")["families"].get(family.name)
     if blocks is None:
         raise Unsupported(
             f"Megatron's names of {family.name} models are not known here",
-            why=f"known are {', '.join(_table()['families'])}",
+            why=f"known are {', '.join(table('megatron')['families'])}",
             fix="convert to hf, dcp or torch instead",
             code="family-unknown",
         )
@@ -48,7 +41,7 @@ def megatron(family: Family, *, head: bool) -> list[Native]:
         pattern = re.sub(r"\.\d+(?=\.)", ".{e}", pattern, count=1)
         by_pattern.setdefault(pattern, []).append(((*numbers, "")[0], (*numbers, "", "")[1]))
     out, covered = [], set[str]()
-    for entry in (e for block in blocks for e in _table()["tensors"][block]):
+    for entry in (e for block in blocks for e in table("megatron")["tensors"][block]):
         how, hub = next((k, v) for k, v in entry.items() if k != "name")
         patterns = [hub] if isinstance(hub, str) else hub
         for layer, expert in by_pattern.get(patterns[0], ()):
@@ -76,8 +69,8 @@ def megatron_arguments(family: Family) -> dict[str, Any]:
     theta = ropes.get("rope_theta") if isinstance(ropes, dict) else None
     sizes = {**family.sizes, "rope_theta": family.config.get("rope_theta", theta if theta is not None else 10000)}
     out: dict[str, Any] = {}
-    for block in _table()["args_of"][family.name]:
-        for name, text in _table()["args"][block].items():
+    for block in table("megatron")["args_of"][family.name]:
+        for name, text in table("megatron")["args"][block].items():
             try:
                 out[name] = value_of(text, sizes)
             except NoNumber as err:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
-from functools import cache, lru_cache
-from importlib.resources import files
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.remake import Native
 from ckptctl.core.tensor import Key, Part
 from ckptctl.names.families import Family, Parameter
+from ckptctl.names.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -49,11 +48,6 @@ def _stacked(p: Parameter) -> Native:
     return Native(p.name, p.shape, parts, ((rows, columns),) * len(parts))
 
 
-@cache
-def _torchtitan() -> dict[str, dict[str, dict[str, Any]]]:
-    return tomllib.loads(files(__package__ or "ckptctl.names").joinpath("torchtitan.toml").read_text(encoding="utf-8"))
-
-
 def looks_like_torchtitan(names: Iterable[str]) -> bool:
     """Whether a model's names are torchtitan's: Meta's words for the embedding and the attention's output."""
     known = set(names)
@@ -67,18 +61,18 @@ def torchtitan(family: Family, names: Iterable[str] = ()) -> list[Native]:
 
     Unsupported for a family whose names there are not known here.
     """
-    table = _torchtitan().get(family.name)
-    if table is None:
+    slots: dict[str, dict[str, Any]] | None = table("torchtitan").get(family.name)
+    if slots is None:
         raise Unsupported(
             f"torchtitan's names of {family.name} models are not known here",
-            why=f"known are {', '.join(_torchtitan())}",
+            why=f"known are {', '.join(table('torchtitan'))}",
             fix="give them with --key-map",
         )
     known = set(names)
     out = []
     for p in _with_head(family):
         layer = next(iter(re.findall(r"\.(\d+)\.", p.name)), "")
-        entry = table.get(re.sub(r"\.\d+\.", ".{l}.", p.name, count=1))
+        entry = slots.get(re.sub(r"\.\d+\.", ".{l}.", p.name, count=1))
         if entry is None:
             raise Unsupported(
                 f"torchtitan's {family.name} has no parameter for {p.name}",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from importlib.resources import files
+
+from ckptctl.names.table import table
 
 
 @cache
 def _axes() -> dict[str, int]:
     """Last part of a module's name -> the axis of its weight that is cut."""
-    text = files(__package__ or "ckptctl.names").joinpath("tensor_parallel.toml").read_text(encoding="utf-8")
-    lists: dict[str, list[str]] = tomllib.loads(text)
+    lists: dict[str, list[str]] = table("tensor_parallel")
     rows = {"column": 0, "row": 1, "vocabulary": 0}
     return {module: axis for group, axis in rows.items() for module in lists[group]}
 

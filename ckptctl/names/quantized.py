@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
-from functools import cache
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ckptctl.names.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-
-@cache
-def _rules() -> list[dict[str, Any]]:
-    text = files(__package__ or "ckptctl.names").joinpath("quantized.toml").read_text(encoding="utf-8")
-    rules: list[dict[str, Any]] = tomllib.loads(text)["rule"]
-    return rules
 
 
 def quantized_by_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
@@ -31,7 +23,7 @@ def quantized_by_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
         before, mark, _ = name.partition(".weight.quant_state.")
         if mark:
             states.setdefault(before, []).append(name)
-    for rule in _rules():
+    for rule in table("quantized")["rule"]:
         for mark in rule["marks"]:
             for name in known:
                 module = name.removesuffix(mark)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
-
-@cache
-def _ties() -> dict[str, Any]:
-    return tomllib.loads(files(__package__ or "ckptctl.names").joinpath("ties.toml").read_text(encoding="utf-8"))
+from ckptctl.names.table import table
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
@@ -24,7 +18,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
         value = scope.get("tie_word_embeddings")
         if isinstance(value, bool):
             return value
-    return config.get("model_type") in _ties()["tied_by_default"]
+    return config.get("model_type") in table("ties")["tied_by_default"]
 
 
 def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
@@ -33,12 +27,12 @@ def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
     None where either is not there.
     """
     known = list(names)
-    for head in _ties()["heads"]:
+    for head in table("ties")["heads"]:
         for name in known:
             if name != head and not name.endswith("." + head):
                 continue
             prefix = name[: -len(head)]
-            for embedding in _ties()["embeddings"]:
+            for embedding in table("ties")["embeddings"]:
                 found = next((n for n in (prefix + embedding, embedding) if n in known), None)
                 if found is not None:
                     return name, found
@@ -65,7 +59,7 @@ def absent_head(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, s
         or any(n.split(".")[0] in ("score", "classifier", "qa_outputs") for n in known)
     ):
         return None
-    for embedding, head in _ties()["head_of"].items():
+    for embedding, head in table("ties")["head_of"].items():
         if embedding in known and head not in known:
             return head, embedding
     return None

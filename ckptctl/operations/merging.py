@@ -6,10 +6,7 @@ Decides which weight each tensor of an adapter belongs to; nothing is read or co
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +17,7 @@ from ckptctl.formats.hf.adapter import Adapted, Factors, adapted
 from ckptctl.formats.hf.lora import require_plain, scale
 from ckptctl.formats.target import Line
 from ckptctl.names import absent_head, is_tied
+from ckptctl.names.table import table
 from ckptctl.operations.content import Conversion, tied_pair
 from ckptctl.operations.opening import open_checkpoint, require_one_source, require_safe, require_tensors
 
@@ -270,9 +268,10 @@ def _orientation(
     seen = {turned[m] for m, f in found.factors.items() if m in turned and not f.embedding}
     said = bool(config.get("fan_in_fan_out"))
     family = out.source.facts.family
+    stored_turned: dict[str, list[str]] = table("conv1d")  # the modules that are, by model_type
     for module in square:
-        if family in _conv1d():
-            turned[module] = module.rsplit(".", 1)[-1] in _conv1d()[family]
+        if family in stored_turned:
+            turned[module] = module.rsplit(".", 1)[-1] in stored_turned[family]
         elif seen <= {said}:
             turned[module] = said
         else:
@@ -284,12 +283,6 @@ def _orientation(
                 code="adapter-orientation",
             )
     return turned
-
-
-@cache
-def _conv1d() -> dict[str, list[str]]:
-    """Modules that store their weights turned, by model_type."""
-    return tomllib.loads(files("ckptctl.names").joinpath("conv1d.toml").read_text(encoding="utf-8"))
 
 
 def _untied(out: _Merging) -> tuple[Facts, list[Line]]:

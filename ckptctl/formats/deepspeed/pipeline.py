@@ -16,7 +16,7 @@ from ckptctl.core.errors import Damaged
 from ckptctl.core.tensor import Key
 from ckptctl.core.values import TensorRef
 from ckptctl.formats.torchtensor import tensor_of
-from ckptctl.names import family
+from ckptctl.names import NAMESPACES, family
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ckptctl.names import Family, Namespace
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")
-_NAMESPACES: tuple[Namespace, ...] = ("module5", "module4", "disk")
 
 
 def family_names(layers: Mapping[int, Mapping[str, Shape]], config: Mapping[str, Any] | None) -> dict[str, str] | str:
@@ -39,7 +38,7 @@ def family_names(layers: Mapping[int, Mapping[str, Shape]], config: Mapping[str,
     if known is None:
         return f"the family {config.get('model_type') or 'of the config'} is not known"
     why = ""
-    for namespace in _NAMESPACES:
+    for namespace in NAMESPACES:
         found = _matched(layers, known, namespace)
         if not isinstance(found, str):
             return found

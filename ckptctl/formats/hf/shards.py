@@ -20,8 +20,7 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.jsonscan import short
 from ckptctl.formats.st.header import read_header
 from ckptctl.formats.st.slices import OWN_METADATA, slices
-from ckptctl.names import family, head_and_embedding
-from ckptctl.names.families import NAMESPACES
+from ckptctl.names import NAMESPACES, family, head_and_embedding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ckptctl.core.checkpoint import WEIGHTS
 from ckptctl.core.errors import MissingFact
 from ckptctl.formats.parameters import named_states
-from ckptctl.formats.registered import NAMESPACES, registered
-from ckptctl.names import family
+from ckptctl.formats.registered import registered
+from ckptctl.names import NAMESPACES, family
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

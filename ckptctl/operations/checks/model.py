@@ -8,8 +8,7 @@ from ckptctl.core.checkpoint import WEIGHTS
 from ckptctl.core.errors import CkptError
 from ckptctl.formats.hf.adapter import adapted, rank_problems
 from ckptctl.formats.hf.config import config_dtype
-from ckptctl.names import family, head_and_embedding, is_tied
-from ckptctl.names.families import NAMESPACES
+from ckptctl.names import NAMESPACES, family, head_and_embedding, is_tied
 from ckptctl.operations.opening import placeholders
 
 if TYPE_CHECKING:
