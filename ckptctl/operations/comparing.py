@@ -5,23 +5,20 @@ Both sides are read once, streaming, in bounded memory.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckptctl.core.checkpoint import MASTER, OTHER, WEIGHTS, Checkpoint, is_state, part_of
-from ckptctl.core.dtype import BY_NAME
+from ckptctl.core.checkpoint import MASTER, OTHER, WEIGHTS, Checkpoint, is_state
 from ckptctl.core.errors import Unsupported, Usage
+from ckptctl.core.globs import matches
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import Key, Tensor
-from ckptctl.core.values import Array, Held, Tree
 from ckptctl.names import head_and_embedding, is_tied
+from ckptctl.operations.comparing_state import compare_optimizers, compare_values
 from ckptctl.operations.content import WEIGHT_CHOICES
-from ckptctl.operations.inspecting import plain
+from ckptctl.operations.differences import Found
 from ckptctl.operations.measuring import Measure, stats_of
 from ckptctl.operations.namesakes import renamed
 from ckptctl.operations.naming import under_one_naming
@@ -33,9 +30,10 @@ from ckptctl.operations.opening import (
     require_safe,
     require_tensors,
 )
-from ckptctl.operations.tensors import Bytes, TensorReader, as_number, scalar, typed
+from ckptctl.operations.tensors import Bytes, TensorReader, typed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 Document = dict[str, Any]
@@ -62,18 +60,6 @@ class State(NamedTuple):
 
     done_nbytes: int
     total_nbytes: int
-
-
-@dataclass
-class _Found:
-    differences: list[Document] = field(default_factory=list)
-    compared: Counter[str] = field(default_factory=Counter)
-    within: int = 0
-    measured: dict[tuple[str, str], Measure] = field(default_factory=dict)
-
-    def add(self, name: str, kind: str, what: str, detail: str = "", **more: Any) -> None:
-        said = {"detail": detail} if detail else {}
-        self.differences.append({"name": name, "kind": kind, "what": what, **said, **more})
 
 
 def diff(
@@ -103,15 +89,13 @@ def diff(
         sides = [replace(s, facts=facts) for s in sides]
     sides = list(under_one_naming(*sides))
     budget = parse_size(memory, "--memory")
-    found = _Found()
+    found = Found()
     with TensorReader(sides[0], budget // 4) as left, TensorReader(sides[1], budget // 4) as right:
         _tensors(left, right, what, found, progress)
         if what.optimizer:
-            _steps(left, right, what, found)
-            _groups(sides[0], sides[1], found)
-            _scalars(sides[0], sides[1], what, found)
+            compare_optimizers(left, right, what.only, found)
     if what.state:
-        _values(sides[0], sides[1], found)
+        compare_values(sides[0], sides[1], found)
     document = {
         "schema": "ckptctl.diff/1",
         "a": {"path": sides[0].root, "format": sides[0].format},
@@ -151,7 +135,7 @@ def _named(checkpoint: Checkpoint, what: Comparison) -> dict[tuple[str, str], Ke
             what.optimizer and is_state(key) and key.kind not in ("step", OTHER, "file")
         ):
             out[key.name, key.kind] = key
-    return {k: v for k, v in out.items() if not what.only or any(fnmatchcase(k[0], g) for g in what.only)}
+    return {k: v for k, v in out.items() if not what.only or matches(k[0], what.only)}
 
 
 def _tied(
@@ -181,11 +165,11 @@ def _own_masters(
 
 
 def _tensors(
-    left: TensorReader, right: TensorReader, what: Comparison, found: _Found, progress: Callable[[Any], None] | None
+    left: TensorReader, right: TensorReader, what: Comparison, found: Found, progress: Callable[[Any], None] | None
 ) -> None:
     a, b = _named(left.checkpoint, what), _named(right.checkpoint, what)
     for g in what.only:
-        if not any(fnmatchcase(name, g) for name, _ in (*a, *b)):
+        if not any(matches(name, (g,)) for name, _ in (*a, *b)):
             raise Usage(f"--only {g!r} matches no tensor of either", fix="see the names with `ckptctl ls`")
     a, b = {**a, **_tied(left.checkpoint, a, b)}, {**b, **_tied(right.checkpoint, b, a)}
     a, b = {**a, **_own_masters(left.checkpoint, a, b)}, {**b, **_own_masters(right.checkpoint, b, a)}
@@ -210,7 +194,7 @@ def _tensors(
 
 
 def _tensor(
-    left: TensorReader, a: Key, right: TensorReader, b: Key, what: Comparison, name: tuple[str, str], found: _Found
+    left: TensorReader, a: Key, right: TensorReader, b: Key, what: Comparison, name: tuple[str, str], found: Found
 ) -> None:
     x, y = left.checkpoint.tensors[a], right.checkpoint.tensors[b]
     for side, tensor in ((left, x), (right, y)):
@@ -289,124 +273,3 @@ def _first(left: TensorReader, a: Key, right: TensorReader, b: Key, element: int
     index = [int(i) for i in np.unravel_index(element, tensor.shape)] if tensor.shape else []
     values = [typed(r.run(k, element, element + 1), r.checkpoint.tensors[k])[0] for r, k in ((left, a), (right, b))]
     return index, values
-
-
-def _steps(left: TensorReader, right: TensorReader, what: Comparison, found: _Found) -> None:
-    a, b = (_step_numbers(r) for r in (left, right))
-    for name in [*a, *(n for n in b if n not in a)]:
-        if what.only and not any(fnmatchcase(name, g) for g in what.only):
-            continue
-        if name not in b or name not in a:
-            found.add(name, "step", "only-in-a" if name in a else "only-in-b")
-            continue
-        found.compared["step"] += 1
-        if a[name] != b[name]:
-            found.add(name, "step", "value", f"{a[name]} and {b[name]}")
-
-
-def _step_numbers(reader: TensorReader) -> dict[str, Any]:
-    checkpoint = reader.checkpoint
-    out = {k.name: scalar(reader, k) for k in checkpoint.tensors if k.kind == "step"}
-    for (name, kind), value in (checkpoint.optimizer.scalars if checkpoint.optimizer else {}).items():
-        if kind == "step":
-            out[name] = as_number(value)
-    return out
-
-
-def _scalars(a: Checkpoint, b: Checkpoint, what: Comparison, found: _Found) -> None:
-    """What is no tensor in a parameter's state, and the optimizer's own keys beside its groups."""
-    sides = []
-    for side in (a, b):
-        optimizer = side.optimizer
-        items = {k: _comparable(v) for k, v in (optimizer.scalars if optimizer else {}).items() if k[1] != "step"}
-        own = dict(_leaves(optimizer.options)) if optimizer else {}
-        sides.append({**items, **{(name, "optimizer"): value for name, value in own.items()}})
-    left, right = sides
-    for name in [*left, *(n for n in right if n not in left)]:
-        if what.only and not any(fnmatchcase(name[0], g) for g in what.only):
-            continue
-        if name not in right or name not in left:
-            found.add(*name, "only-in-a" if name in left else "only-in-b")
-        elif not _alike(left[name], right[name]):
-            found.add(*name, "value", f"{str(left[name])[:60]} and {str(right[name])[:60]}")
-        found.compared[name[1]] += 1
-
-
-def _groups(a: Checkpoint, b: Checkpoint, found: _Found) -> None:
-    """Settings by parameter.
-
-    The number and order of groups may differ between formats, what a parameter trains with may not.
-    """
-    left, right = _settings(a), _settings(b)
-    if not left or not right:
-        if left or right:
-            found.add("param_groups", "group", "only-in-a" if left else "only-in-b")
-        return
-    for name in [*left, *(n for n in right if n not in left)]:
-        if name not in right or name not in left:
-            found.add(name, "group", "only-in-a" if name in left else "only-in-b")
-            continue
-        found.compared["group settings"] += 1
-        x, y = left[name], right[name]
-        unlike = [
-            f"{k}: {x.get(k, 'absent')} and {y.get(k, 'absent')}"
-            for k in sorted({*x, *y})
-            if not _alike(x.get(k, ...), y.get(k, ...))
-        ]
-        if unlike:
-            found.add(name, "group", "value", "; ".join(unlike))
-
-
-def _settings(checkpoint: Checkpoint) -> dict[str, Document]:
-    if checkpoint.optimizer is None:
-        return {}
-    return {
-        name: {k: _comparable(v) for k, v in g.options.items()}
-        for g in checkpoint.optimizer.groups
-        for name in g.params
-    }
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Equal numbers or texts; a flag is not a number, and NaN equals itself."""
-    if isinstance(a, bool) != isinstance(b, bool):
-        return False
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b) or (a != a and b != b)
-
-
-def _values(a: Checkpoint, b: Checkpoint, found: _Found) -> None:
-    """Scheduler, counters, random state and whatever else is carried, leaf by leaf."""
-    left, right = (dict(_leaves({**c.values, "model": dict(c.model_values)})) for c in (a, b))
-    for name in [*left, *(n for n in right if n not in left)]:
-        part = part_of(name.split(".")[0])
-        if name not in right or name not in left:
-            found.add(name, part, "only-in-a" if name in left else "only-in-b")
-            continue
-        found.compared[part] += 1
-        if not _alike(left[name], right[name]):
-            found.add(name, part, "value", f"{str(left[name])[:60]} and {str(right[name])[:60]}")
-
-
-def _leaves(tree: Mapping[Any, Tree], prefix: str = "") -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            out += _leaves(value, f"{name}.")
-        else:
-            out.append((name, _comparable(value)))
-    return out
-
-
-def _comparable(value: Tree) -> Any:
-    """A leaf for comparing: arrays by their bytes, whatever library pickled them."""
-    if isinstance(value, Array):
-        kind = value.dtype if value.dtype in BY_NAME else np.dtype(value.dtype).name
-        return ["array", kind, *value.shape, value.data.hex()]
-    if isinstance(value, Held):
-        return "a tensor"  # compared as one
-    if isinstance(value, (list, tuple)):
-        return [_comparable(v) for v in value]
-    return plain(value)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import EMA, MASTER, OTHER, WEIGHTS, Checkpoint, Entry, Optimizer, part_of
 from ckptctl.core.errors import Usage
+from ckptctl.core.globs import matches
 from ckptctl.core.values import holds_array
 from ckptctl.formats.target import Line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from ckptctl.core.tensor import Key
 
@@ -43,7 +43,7 @@ class Kept:
 
     def name(self, name: str) -> bool:
         """Whether a tensor's name passes."""
-        return (not self.globs or _any(name, self.globs)) and not _any(name, self.drop_globs)
+        return (not self.globs or matches(name, self.globs)) and not matches(name, self.drop_globs)
 
     def tensor(self, key: Key) -> bool:
         """Whether a tensor stays. Those among the values have no parameter's name: globs are not for them."""
@@ -74,10 +74,6 @@ def kept(keep: Sequence[str], drop: Sequence[str]) -> Kept:
     return Kept(frozenset(set(PARTS) - parts), (), globs)
 
 
-def _any(name: str, globs: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, g) for g in globs)
-
-
 def without(source: Checkpoint, what: Kept) -> tuple[Checkpoint, list[Line]]:
     """The checkpoint as if it had been saved without what goes, and a line for each part that goes.
 
@@ -85,7 +81,7 @@ def without(source: Checkpoint, what: Kept) -> tuple[Checkpoint, list[Line]]:
     pattern matches nothing.
     """
     for glob in (*what.globs, *what.drop_globs):
-        if not any(fnmatchcase(k.name, glob) for k in source.tensors):
+        if not any(matches(k.name, (glob,)) for k in source.tensors):
             words = ", ".join(PARTS)
             raise Usage(f"{glob!r} matches no tensor", fix=f"a part ({words}), or a glob: see names with `ckptctl ls`")
     tensors = {k: t for k, t in source.tensors.items() if what.tensor(k)}

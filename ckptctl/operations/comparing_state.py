@@ -1,0 +1,156 @@
+"""diff of the training state that is no tensor: steps, settings of param groups, scalars, and the values.
+
+`comparing` has the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptctl.core.checkpoint import part_of
+from ckptctl.core.dtype import BY_NAME
+from ckptctl.core.globs import matches
+from ckptctl.core.values import Array, Held
+from ckptctl.operations.inspecting import plain
+from ckptctl.operations.tensors import as_number, scalar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.core.values import Tree
+    from ckptctl.operations.differences import Found
+    from ckptctl.operations.tensors import TensorReader
+
+Document = dict[str, Any]
+
+
+def compare_optimizers(left: TensorReader, right: TensorReader, only: Sequence[str], found: Found) -> None:
+    """Steps, settings and scalars of parameters whose names match only (all where it is empty)."""
+    _steps(left, right, only, found)
+    _groups(left.checkpoint, right.checkpoint, found)
+    _scalars(left.checkpoint, right.checkpoint, only, found)
+
+
+def _steps(left: TensorReader, right: TensorReader, only: Sequence[str], found: Found) -> None:
+    a, b = (_step_numbers(r) for r in (left, right))
+    for name in [*a, *(n for n in b if n not in a)]:
+        if only and not matches(name, only):
+            continue
+        if name not in b or name not in a:
+            found.add(name, "step", "only-in-a" if name in a else "only-in-b")
+            continue
+        found.compared["step"] += 1
+        if a[name] != b[name]:
+            found.add(name, "step", "value", f"{a[name]} and {b[name]}")
+
+
+def _step_numbers(reader: TensorReader) -> dict[str, Any]:
+    checkpoint = reader.checkpoint
+    out = {k.name: scalar(reader, k) for k in checkpoint.tensors if k.kind == "step"}
+    for (name, kind), value in (checkpoint.optimizer.scalars if checkpoint.optimizer else {}).items():
+        if kind == "step":
+            out[name] = as_number(value)
+    return out
+
+
+def _scalars(a: Checkpoint, b: Checkpoint, only: Sequence[str], found: Found) -> None:
+    """What is no tensor in a parameter's state, and the optimizer's own keys beside its groups."""
+    sides = []
+    for side in (a, b):
+        optimizer = side.optimizer
+        items = {k: _comparable(v) for k, v in (optimizer.scalars if optimizer else {}).items() if k[1] != "step"}
+        own = dict(_leaves(optimizer.options)) if optimizer else {}
+        sides.append({**items, **{(name, "optimizer"): value for name, value in own.items()}})
+    left, right = sides
+    for name in [*left, *(n for n in right if n not in left)]:
+        if only and not matches(name[0], only):
+            continue
+        if name not in right or name not in left:
+            found.add(*name, "only-in-a" if name in left else "only-in-b")
+        elif not _alike(left[name], right[name]):
+            found.add(*name, "value", f"{str(left[name])[:60]} and {str(right[name])[:60]}")
+        found.compared[name[1]] += 1
+
+
+def _groups(a: Checkpoint, b: Checkpoint, found: Found) -> None:
+    """Settings by parameter.
+
+    The number and order of groups may differ between formats, what a parameter trains with may not.
+    """
+    left, right = _settings(a), _settings(b)
+    if not left or not right:
+        if left or right:
+            found.add("param_groups", "group", "only-in-a" if left else "only-in-b")
+        return
+    for name in [*left, *(n for n in right if n not in left)]:
+        if name not in right or name not in left:
+            found.add(name, "group", "only-in-a" if name in left else "only-in-b")
+            continue
+        found.compared["group settings"] += 1
+        x, y = left[name], right[name]
+        unlike = [
+            f"{k}: {x.get(k, 'absent')} and {y.get(k, 'absent')}"
+            for k in sorted({*x, *y})
+            if not _alike(x.get(k, ...), y.get(k, ...))
+        ]
+        if unlike:
+            found.add(name, "group", "value", "; ".join(unlike))
+
+
+def _settings(checkpoint: Checkpoint) -> dict[str, Document]:
+    if checkpoint.optimizer is None:
+        return {}
+    return {
+        name: {k: _comparable(v) for k, v in g.options.items()}
+        for g in checkpoint.optimizer.groups
+        for name in g.params
+    }
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal numbers or texts; a flag is not a number, and NaN equals itself."""
+    if isinstance(a, bool) != isinstance(b, bool):
+        return False
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)
+
+
+def compare_values(a: Checkpoint, b: Checkpoint, found: Found) -> None:
+    """Scheduler, counters, random state and whatever else is carried, leaf by leaf."""
+    left, right = (dict(_leaves({**c.values, "model": dict(c.model_values)})) for c in (a, b))
+    for name in [*left, *(n for n in right if n not in left)]:
+        part = part_of(name.split(".")[0])
+        if name not in right or name not in left:
+            found.add(name, part, "only-in-a" if name in left else "only-in-b")
+            continue
+        found.compared[part] += 1
+        if not _alike(left[name], right[name]):
+            found.add(name, part, "value", f"{str(left[name])[:60]} and {str(right[name])[:60]}")
+
+
+def _leaves(tree: Mapping[Any, Tree], prefix: str = "") -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            out += _leaves(value, f"{name}.")
+        else:
+            out.append((name, _comparable(value)))
+    return out
+
+
+def _comparable(value: Tree) -> Any:
+    """A leaf for comparing: arrays by their bytes, whatever library pickled them."""
+    if isinstance(value, Array):
+        kind = value.dtype if value.dtype in BY_NAME else np.dtype(value.dtype).name
+        return ["array", kind, *value.shape, value.data.hex()]
+    if isinstance(value, Held):
+        return "a tensor"  # compared as one
+    if isinstance(value, (list, tuple)):
+        return [_comparable(v) for v in value]
+    return plain(value)
