@@ -1,6 +1,6 @@
 """diff: two checkpoints by value, whatever their formats and layouts.
 
-Both sides are read once, streaming, in bounded memory.
+Both sides are read streaming, in bounded memory: once, and tensors that one side alone has for their digests.
 """
 
 from __future__ import annotations
@@ -178,12 +178,13 @@ def _tensors(
     gone = {n: k for n, k in a.items() if n not in b}
     new = {n: k for n, k in b.items() if n not in a}
     moved = renamed(left, gone, right, new)
+    arrived = {(to, kind) for (_, kind), to in moved.items()}
     for name in [*a, *new]:
         if name in moved:
             found.compared[name[1]] += 1
             found.add(*name, "renamed", f"{moved[name]} in b, with the same values", to=moved[name])
         if name in gone or name in new:
-            if name not in moved and name not in {(to, kind) for (_, kind), to in moved.items()}:
+            if name not in moved and name not in arrived:
                 found.add(*name, "only-in-a" if name in a else "only-in-b")
             continue
         found.compared[name[1]] += 1

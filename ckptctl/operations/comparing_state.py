@@ -31,7 +31,7 @@ Document = dict[str, Any]
 def compare_optimizers(left: TensorReader, right: TensorReader, only: Sequence[str], found: Found) -> None:
     """Steps, settings and scalars of parameters whose names match only (all where it is empty)."""
     _steps(left, right, only, found)
-    _groups(left.checkpoint, right.checkpoint, found)
+    _groups(left.checkpoint, right.checkpoint, only, found)
     _scalars(left.checkpoint, right.checkpoint, only, found)
 
 
@@ -71,12 +71,13 @@ def _scalars(a: Checkpoint, b: Checkpoint, only: Sequence[str], found: Found) ->
             continue
         if name not in right or name not in left:
             found.add(*name, "only-in-a" if name in left else "only-in-b")
-        elif not _alike(left[name], right[name]):
-            found.add(*name, "value", f"{str(left[name])[:60]} and {str(right[name])[:60]}")
+            continue
         found.compared[name[1]] += 1
+        if not _alike(left[name], right[name]):
+            found.add(*name, "value", f"{str(left[name])[:60]} and {str(right[name])[:60]}")
 
 
-def _groups(a: Checkpoint, b: Checkpoint, found: Found) -> None:
+def _groups(a: Checkpoint, b: Checkpoint, only: Sequence[str], found: Found) -> None:
     """Settings by parameter.
 
     The number and order of groups may differ between formats, what a parameter trains with may not.
@@ -87,6 +88,8 @@ def _groups(a: Checkpoint, b: Checkpoint, found: Found) -> None:
             found.add("param_groups", "group", "only-in-a" if left else "only-in-b")
         return
     for name in [*left, *(n for n in right if n not in left)]:
+        if only and not matches(name, only):
+            continue
         if name not in right or name not in left:
             found.add(name, "group", "only-in-a" if name in left else "only-in-b")
             continue

@@ -161,6 +161,19 @@ def test_only_looks_at_what_matches(tmp_path):
     assert not compare(tmp_path, a, b, "--only", "x.*", "--only", "y.*")["equal"]
 
 
+@pytest.mark.parametrize("case", [c for c in OPTIMIZER if OPTIMIZER[c][1][0] == "b"])
+def test_only_is_for_every_part_of_the_optimizer(case, tmp_path):
+    change, _ = OPTIMIZER[case]
+    assert compare(tmp_path, state(), state(**change), "--optimizer", "--only", "a")["equal"]
+    assert not compare(tmp_path, state(), state(**change), "--optimizer", "--only", "b")["equal"]
+
+
+def test_what_one_side_alone_has_is_not_counted_as_compared(tmp_path):
+    found = compare(tmp_path, state(optimizer__state__b__note="x"), state(), "--optimizer")
+    assert whats(found) == [("b", "note", "only-in-a")]
+    assert "note" not in found["compared"]
+
+
 def test_a_pattern_that_matches_nothing_compares_nothing_and_is_a_mistake(tmp_path):
     paths = [torch_save(tmp_path / f"{n}.pt", {"w": arange(2)}) for n in "ab"]
     assert "zzz" in refused("diff", *paths, "--only", "zzz*", code=2)["what"]
