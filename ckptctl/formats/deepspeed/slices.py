@@ -17,6 +17,7 @@ from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
 from ckptctl.core.values import Record, Tree
 from ckptctl.core.view import run_boxes
 from ckptctl.formats.deepspeed.zero import Native
+from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.torchtensor import tensor_of
 from ckptctl.names import family
 
@@ -34,12 +35,12 @@ _FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up")
 class Rule(NamedTuple):
     """How slices make a tensor.
 
-    Along axis (None: each is all of it). parts are the sizes of what lies on it side by side, each sliced on its own;
-    rows are those of the true vocabulary, 0 for all.
+    Along axis (None: each is all of it). parts are what lies on it side by side, each the sizes of the ranks' shares
+    of it; none where slices follow each other whole. rows are those of the true vocabulary, 0 for all.
     """
 
     axis: int | None
-    parts: tuple[int, ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
     rows: int = 0
 
 
@@ -58,33 +59,100 @@ class Rules:
         return self._by_shape(name, shapes)
 
     def _told(self, name: str, shapes: Sequence[Shape]) -> Rule:
-        def matches(key: str) -> bool:
-            patterns = self._info.get(key)
-            listed = patterns if isinstance(patterns, (list, tuple)) else ()
-            return any(isinstance(p, str) and _matches(p, name) for p in listed)
-
-        if matches("tp_replicated_parameter_patterns"):
+        if self._matches("tp_replicated_parameter_patterns", name):
             return Rule(None)
-        if matches("parameter_to_average_patterns"):
+        if self._matches("parameter_to_average_patterns", name):
             raise Unsupported(
                 f"{name} is the mean of its tensor-parallel copies",
                 where=self._where,
                 why="parameter_to_average_patterns: a mean is computed, not copied",
                 fix="make a universal folder with ds_to_universal first",
             )
-        if matches("parameter_with_2_sub_params_cat_dim_0"):
-            half = sum(s[0] for s in shapes) // 2
-            return Rule(0, (half, half))
-        for entry in self._info.get("parameter_with_sub_params") or ():
-            found = _sub_params(entry, name)
+        if self._matches("parameter_with_2_sub_params_cat_dim_0", name):
+            if any(s[0] % 2 for s in shapes):
+                raise self._wrong(f"the slices of {name} are no halves", f"they have {[s[0] for s in shapes]} rows")
+            return Rule(0, (tuple(s[0] // 2 for s in shapes),) * 2)
+        for entry in self._listed("parameter_with_sub_params"):
+            found = self._sub_params(entry, name, shapes)
             if found is not None:
                 return found
-        if matches("parameter_with_row_parallelism_patterns"):
+        if self._matches("parameter_with_row_parallelism_patterns", name):
             return Rule(1)
-        rows = self._info.get("original_vocab_size")
-        if matches("vocabulary_parameter_patterns") and type(rows) is int:
+        if self._matches("vocabulary_parameter_patterns", name):
+            rows = self._info.get("original_vocab_size")
+            if type(rows) is not int or rows < 1:
+                raise self._wrong(f"how many rows of {name} are tokens is not known", f"original_vocab_size is {rows}")
             return Rule(0, (), rows)
         return Rule(0)
+
+    def _listed(self, key: str) -> Sequence[Tree]:
+        found = self._info.get(key)
+        if found is not None and not isinstance(found, (list, tuple)):
+            raise self._wrong(f"{key} is no list", show(found))
+        return found or ()
+
+    def _matches(self, key: str, name: str) -> bool:
+        return any(self._matched(p, name) for p in self._listed(key))
+
+    def _matched(self, pattern: Tree, name: str) -> bool:
+        try:
+            return re.match(pattern, name) is not None
+        except (re.error, TypeError) as err:
+            raise self._wrong(f"{show(pattern)} is no pattern of names", str(err)) from err
+
+    def _wrong(self, what: str, why: str) -> Damaged:
+        """A slice joined otherwise would be other parameters' numbers: what cannot be understood is never skipped."""
+        return Damaged(
+            f"{what}: tensor-parallel slices are not joined by a guess",
+            where=self._where,
+            why=f"universal_checkpoint_info: {why}",
+            fix="copy the step again, or make a universal folder with ds_to_universal where the model is",
+            code="zero-layout",
+        )
+
+    def _sub_params(self, entry: Tree, name: str, shapes: Sequence[Shape]) -> Rule | None:
+        """A SubparamShape: {patterns, shape, partition_dim}, its shape having the sizes side by side on that axis.
+
+        One number there is a count of equal parts, or, in older versions, the one part's size. Each rank has the same
+        share of a part, but where sub_param_shard_widths says its own (version 0.4). Source: DeepSpeed 0.19.8,
+        checkpoint/ds_to_universal.py, merge_tp_slices.
+        """
+        fields = entry.state if isinstance(entry, Record) else entry
+        patterns = fields.get("patterns") if isinstance(fields, dict) else None
+        if not isinstance(fields, dict) or not isinstance(patterns, (list, tuple)):
+            raise self._wrong("an entry of parameter_with_sub_params has no patterns", show(entry))
+        pattern = next((p for p in patterns if self._matched(p, name)), None)
+        if pattern is None:
+            return None
+        axis, shape = fields.get("partition_dim"), fields.get("shape")
+        if type(axis) is not int or not isinstance(shape, (list, tuple)) or not 0 <= axis < len(shape):
+            raise self._wrong(f"the parts of {name} are not known", f"shape {show(shape)}, partition_dim {show(axis)}")
+        if any(len(s) <= axis or (axis and len(s) != len(shape)) for s in shapes):
+            raise Unsupported(
+                f"{name} has shape {shapes[0]}, and is sliced as {show(shape)} on axis {axis}",
+                where=self._where,
+                fix="make a universal folder with ds_to_universal where the model is",
+            )
+        total, tp = sum(s[axis] for s in shapes), len(shapes)
+        sizes = _sizes(shape[axis], total)
+        version = self._info.get("universal_checkpoint_version", 0)
+        if isinstance(version, (int, float)) and version >= 0.4:
+            every = self._info.get("sub_param_shard_widths")
+            listed = every.get(pattern) if isinstance(every, dict) else None
+            parts = tuple(tuple(w) if isinstance(w, (list, tuple)) else () for w in listed or ())
+        else:
+            parts = tuple((n // tp,) * tp for n in sizes)
+        fits = all(len(w) == tp and all(type(n) is int and n >= 0 for n in w) for w in parts)
+        if (
+            not fits
+            or tuple(map(sum, parts)) != sizes
+            or [sum(w) for w in zip(*parts, strict=True)] != [s[axis] for s in shapes]
+        ):
+            raise self._wrong(
+                f"the parts of {name} are {show(shape[axis])}, and do not make its slices",
+                f"these are {[s[axis] for s in shapes]} on axis {axis}, of each part {show(list(parts))}",
+            )
+        return Rule(axis, parts)
 
     def _by_shape(self, name: str, shapes: Sequence[Shape]) -> Rule:
         whole = self._shapes.get(name)
@@ -123,26 +191,13 @@ class Rules:
         )
 
 
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except re.error:
-        return False
-
-
-def _sub_params(entry: Tree, name: str) -> Rule | None:
-    """A SubparamShape: {patterns, shape, partition_dim}, its shape having the sizes side by side on that axis."""
-    fields = entry.state if isinstance(entry, Record) else entry
-    if not isinstance(fields, dict):
-        return None
-    if not any(isinstance(p, str) and _matches(p, name) for p in fields.get("patterns") or ()):
-        return None
-    axis, shape = fields.get("partition_dim"), fields.get("shape")
-    if type(axis) is not int or not isinstance(shape, (list, tuple)) or not 0 <= axis < len(shape):
-        return None
-    sizes = shape[axis]
-    parts = tuple(n for n in sizes if type(n) is int) if isinstance(sizes, (list, tuple)) else ()
-    return Rule(axis, parts)
+def _sizes(said: Tree, total: int) -> tuple[int, ...]:
+    """Sizes of the parts on an axis of total elements; () for what says none."""
+    if isinstance(said, (list, tuple)):
+        return tuple(n for n in said if type(n) is int) if all(type(n) is int for n in said) else ()
+    if type(said) is not int or said < 1 or total % said:
+        return ()
+    return (total,) if said == total else (total // said,) * said
 
 
 def joined_slices(
@@ -158,21 +213,22 @@ def joined_slices(
         parts = [natives[first + t] for t in range(tp)]
         info = next((m.universal for m in team if m.universal), build.slices)
         rules = Rules(info, build.facts.config, team[0].path)
-        joined = Native(groups=parts[0].groups, scalars=parts[0].scalars, padding=parts[0].padding, ep=parts[0].ep)
+        whole = Native(groups=parts[0].groups, scalars=parts[0].scalars, padding=parts[0].padding, ep=parts[0].ep)
         for key in parts[0].tensors:
-            joined.tensors[key] = _joined(key, [p.tensors.get(key) for p in parts], rules, team[0].path)
+            whole.tensors[key] = joined(key, [p.tensors.get(key) for p in parts], rules, team[0].path)
         weights = [
             {n: tensor_of(Key(n), r, m.source) for n, r in (m.module or {}).items() if r.shape != (0,)} for m in team
         ]
         for name in weights[0]:
-            tensor = _joined(Key(name), [w.get(name) for w in weights], rules, team[0].path)
+            tensor = joined(Key(name), [w.get(name) for w in weights], rules, team[0].path)
             build.put(Tensor(tensor.key, tensor.dtype, tensor.shape, tensor.pieces, tensor.replicas))
-        out[first] = joined
+        out[first] = whole
         build.ties.update({a: o for a, o in team[0].shared.items() if a in weights[0] and o in weights[0]})
     return out
 
 
-def _joined(key: Key, slices: Sequence[Tensor | None], rules: Rules, where: str) -> Tensor:
+def joined(key: Key, slices: Sequence[Tensor | None], rules: Rules, where: str) -> Tensor:
+    """A tensor of its slices, rank by rank. Damaged where they do not make one."""
     whole = [t for t in slices if t is not None]
     if len(whole) < len(slices):
         raise Damaged(f"one tensor-parallel rank has no {key.kind} of {key.name}", where=where, code="mixed-saves")
@@ -190,13 +246,10 @@ def _joined(key: Key, slices: Sequence[Tensor | None], rules: Rules, where: str)
     total = sum(t.shape[axis] for t in whole)
     shape = (*first.shape[:axis], total, *first.shape[axis + 1 :])
     item = first.held.itemsize
-    shares = rule.parts or (total,)
-    if sum(shares) != total or any(n % len(whole) for n in rule.parts):
-        raise Damaged(f"the parts of {key.name} are {shares}, its slices together {total}", where=where)
     pieces: list[Piece] = []
     offset = 0
     for number, tensor in enumerate(whole):
-        cuts = _cuts(rule, number, len(whole), tensor.shape[axis], offset)
+        cuts = _cuts(rule, number, tensor.shape[axis], offset)
         offset += tensor.shape[axis]
         for table in tensor.pieces:
             for piece in table:
@@ -207,16 +260,15 @@ def _joined(key: Key, slices: Sequence[Tensor | None], rules: Rules, where: str)
     return Tensor(key, first.dtype, shape, (PieceTable.of(pieces, item),), trainable=first.trainable)
 
 
-def _cuts(rule: Rule, number: int, tp: int, size: int, offset: int) -> list[tuple[int, int, int]]:
+def _cuts(rule: Rule, number: int, size: int, offset: int) -> list[tuple[int, int, int]]:
     """(first row in the slice, rows, first row in the whole) along the axis."""
     if not rule.parts:
         return [(0, size, offset)]
     out, inside, before = [], 0, 0
-    for part in rule.parts:
-        n = part // tp
-        out.append((inside, n, before + number * n))
-        inside += n
-        before += part
+    for shares in rule.parts:
+        out.append((inside, shares[number], before + sum(shares[:number])))
+        inside += shares[number]
+        before += sum(shares)
     return out
 
 
