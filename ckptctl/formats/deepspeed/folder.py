@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged, MissingFile, Unsafe
 
@@ -115,7 +115,7 @@ def _in(root: Path, folder: Path, tag: str, tracker: str = "") -> Files:
     for file in sorted(p for p in folder.iterdir() if p.name.endswith(".pt")):
         _put(files, file.name)
     is_universal = any(p.is_dir() and (p / "fp32.pt").is_file() for p in _entries(folder / "zero"))
-    return Files(**{**vars(files), "universal": is_universal})
+    return replace(files, universal=is_universal)
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -124,20 +124,20 @@ def _entries(folder: Path) -> list[Path]:
 
 def _put(files: Files, name: str) -> None:
     """Sort one file in. Damaged where two files are one rank's."""
-    table: dict[object, str]
-    key: object
+    table: dict[Any, str]
+    key: Any
     if m := _MODEL.fullmatch(name):
-        table, key = files.models, int(m[1])  # type: ignore[assignment]
+        table, key = files.models, int(m[1])
     elif m := _SHARD_MODEL.fullmatch(name):
-        table, key = files.shard_models, (int(m[1]), int(m[2]))  # type: ignore[assignment]
+        table, key = files.shard_models, (int(m[1]), int(m[2]))
     elif m := _OPTIM.fullmatch(name):
-        table, key = files.optims, (int(m[1]), int(m[2]))  # type: ignore[assignment]
+        table, key = files.optims, (int(m[1]), int(m[2]))
     elif m := _EXPERT_OPTIM.fullmatch(name):
-        table, key = files.expert_optims, (int(m[1]), int(m[2]))  # type: ignore[assignment]
+        table, key = files.expert_optims, (int(m[1]), int(m[2]))
     elif m := _EXPERT.fullmatch(name):
-        table, key = files.experts, (int(m[1] or 0), int(m[2]), int(m[3]))  # type: ignore[assignment]
+        table, key = files.experts, (int(m[1] or 0), int(m[2]), int(m[3]))
     elif m := _LAYER.fullmatch(name):
-        table, key = files.layers, (int(m[1]), m[2] or "")  # type: ignore[assignment]
+        table, key = files.layers, (int(m[1]), m[2] or "")
     else:
         return
     if key in table:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged
-from ckptctl.core.values import Record, TensorRef, Tree
+from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.deepspeed.opened import whole_number
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ckptctl.formats.deepspeed.layout import Shape
     from ckptctl.formats.deepspeed.opened import Opened
 
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SETTINGS = ("ds_config", "ds_version")
 OPTIONAL = ("lr_scheduler", "data_sampler", "random_ltd")
 _STRUCTURE = frozenset(
@@ -157,8 +156,3 @@ def _values(file: Opened, root: Mapping[Tree, Tree]) -> dict[str, Tree]:
     if settings:
         out["deepspeed"] = settings
     return out
-
-
-def is_record(tree: Tree, name: str) -> bool:
-    """Whether a tree is an object of a class of that name."""
-    return isinstance(tree, Record) and tree.cls.rpartition(".")[2] == name

@@ -1,6 +1,6 @@
 """Reads DeepSpeed checkpoints: files -> tensors over the ranks' flat groups, groups with settings, counters.
 
-Headers and pickles only. formats/deepspeed/README.md says which files there are.
+Headers and pickles only. docs/formats/deepspeed.md says which files there are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         )
     build = Build(files, Pile(files.root), facts=hints.facts)
     if files.universal:
-        universal.read(build, hints)
+        universal.read(build)
     else:
         _regular(build, hints)
     read_beside(build)

@@ -21,7 +21,6 @@ from ckptctl.formats.torchtensor import tensor_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptctl.formats import Hints
     from ckptctl.formats.deepspeed.build import Build
     from ckptctl.formats.deepspeed.layout import Shape
     from ckptctl.formats.deepspeed.opened import Opened
@@ -44,9 +43,8 @@ _STRUCTURE = frozenset(
 )
 
 
-def read(build: Build, hints: Hints) -> None:
-    """Everything of a universal folder. hints are not needed: names are in the folder."""
-    del hints
+def read(build: Build) -> None:
+    """Everything of a universal folder."""
     files = build.files
     models = _models(build)
     shapes = {n: s for m in models for g in m.shapes or () for n, s in g.items()}

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ckptctl.core.values import Tree
 
 TRAINING = ("lr", "betas", "eps", "weight_decay")
-_OWN = ("max_lr", "min_lr", "default_config")
 _TORCH = {
     "amsgrad": False,
     "maximize": False,
