@@ -37,7 +37,7 @@ def of_ranks(build: Build, model: ModelFile, mp: int) -> Native:
             native, rest = whole.of_optimizer(opened, tree, build.trainable(model, mp), (), mine)
         build.keep(rest)
         parts.append(native)
-    out = whole.joined_experts(parts)
+    out = whole.joined_experts(parts, str(files.root / files.tag))
     out.ep = len(ranks)
     return out
 

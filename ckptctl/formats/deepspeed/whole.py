@@ -17,6 +17,7 @@ from ckptctl.formats.deepspeed import layout
 from ckptctl.formats.deepspeed.opened import plain_object
 from ckptctl.formats.deepspeed.zero import Native
 from ckptctl.formats.parameters import named_states
+from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.state import Found, find
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ def of_optimizer(
     found = find(inner, lambda t: isinstance(t, TensorRef))
     if not found.has_optimizer:
         raise Damaged("the optimizer has no state and no param groups", where=file.path, code="zero-layout")
-    if outer.get("fp32_groups_flat") is not None:
-        return _fused(file, outer["fp32_groups_flat"], found, shapes, order), rest
+    flats, masters = (_groups(file, outer.get(key), found) for key in ("fp32_groups_flat", "fp32_groups"))
+    if flats is not None:
+        return _fused(file, flats, found, shapes, order), rest
     out = Native()
-    masters = outer.get("fp32_groups")
     if experts is None:
         _named(file, found, masters, shapes, order, out)
         return out, rest
@@ -64,13 +65,30 @@ def of_optimizer(
         part = Found(groups=[found.groups[i] for i in chosen], has_optimizer=True)
         ids = {p for g in part.groups for p in g.get("params", ())}
         part.states = {k: v for k, v in found.states.items() if k in ids}
-        listed = [masters[i] for i in chosen] if isinstance(masters, (list, tuple)) else None
+        listed = None if masters is None else [masters[i] for i in chosen]
         _named(file, part, listed, names, (), out)
     return out, rest
 
 
+def _groups(file: Opened, tree: Tree, found: Found) -> Sequence[Tree] | None:
+    """Float32 weights by param group, None where there are none. Damaged where they are not as many."""
+    if tree is None or (isinstance(tree, (list, tuple)) and len(tree) == len(found.groups)):
+        return tree
+    raise Damaged(
+        f"there are {len(found.groups)} param groups, and float32 weights of another number",
+        where=file.path,
+        why=f"they are {show(tree)}",
+        code="zero-layout",
+    )
+
+
 def _named(
-    file: Opened, found: Found, masters: Tree, shapes: Mapping[str, Shape], order: Sequence[str], out: Native
+    file: Opened,
+    found: Found,
+    masters: Sequence[Tree] | None,
+    shapes: Mapping[str, Shape],
+    order: Sequence[str],
+    out: Native,
 ) -> None:
     optimizer, states = named_states(found, shapes, file.path, order)
     for (name, kind), value in states.items():
@@ -82,7 +100,7 @@ def _named(
         Group(g.params, {k: file.value(f"group.{k}", v) for k, v in g.options.items()}) for g in optimizer.groups
     ]
     out.unnamed = out.unnamed or optimizer.unnamed
-    for number, (group, flats) in enumerate(zip(optimizer.groups, masters or (), strict=False)):
+    for number, (group, flats) in enumerate(zip(optimizer.groups, masters, strict=True) if masters else ()):
         if not isinstance(flats, (list, tuple)) or len(flats) != len(group.params):
             raise Damaged(
                 f"group {number} has {len(group.params)} parameters, and float32 weights for another number",
@@ -90,20 +108,20 @@ def _named(
                 code="zero-layout",
             )
         for name, ref in zip(group.params, flats, strict=True):
-            if isinstance(ref, TensorRef):
-                out.tensors[Key(name, MASTER)] = file.tensor(Key(name, MASTER), ref)
-                if name in shapes and ref.shape != shapes[name]:
-                    raise Damaged(
-                        f"the float32 weights of {name} have shape {ref.shape}, its weights {shapes[name]}",
-                        where=file.path,
-                        code="zero-layout",
-                    )
+            shape = ref.shape if isinstance(ref, TensorRef) else None
+            if not isinstance(ref, TensorRef) or shape != shapes.get(name, shape):
+                raise Damaged(
+                    f"the float32 weights of {name} have shape {shape}, its weights {shapes.get(name)}",
+                    where=file.path,
+                    code="zero-layout",
+                )
+            out.tensors[Key(name, MASTER)] = file.tensor(Key(name, MASTER), ref)
 
 
-def _fused(file: Opened, flats: Tree, found: Found, shapes: Mapping[str, Shape], order: Sequence[str]) -> Native:
+def _fused(
+    file: Opened, flats: Sequence[Tree], found: Found, shapes: Mapping[str, Shape], order: Sequence[str]
+) -> Native:
     """FP16_Optimizer: one flat tensor a group, unpadded, in the optimizer's order."""
-    if not isinstance(flats, (list, tuple)) or len(flats) != len(found.groups):
-        raise Damaged("the float32 groups are not as many as the param groups", where=file.path, code="zero-layout")
     if not order and len(flats) > 1:
         raise MissingFact(
             "which parameters each flat group holds is not in the checkpoint",
@@ -157,15 +175,21 @@ def _fused(file: Opened, flats: Tree, found: Found, shapes: Mapping[str, Shape],
     return out
 
 
-def joined_experts(parts: Sequence[Native]) -> Native:
+def joined_experts(parts: Sequence[Native], where: str) -> Native:
     """Expert ranks' optimizers as one: dense parameters are the same in each, and are taken from the first."""
     out = parts[0]
     for part in parts[1:]:
+        if len(part.groups) != len(out.groups):
+            raise Damaged(
+                f"expert ranks have {len(out.groups)} and {len(part.groups)} param groups",
+                where=where,
+                code="mixed-saves",
+            )
         out.unnamed = out.unnamed or part.unnamed
         out.tensors.update({k: v for k, v in part.tensors.items() if k not in out.tensors})
         out.scalars.update({k: v for k, v in part.scalars.items() if k not in out.scalars})
         groups = []
-        for mine, other in zip(out.groups, part.groups, strict=False):
+        for mine, other in zip(out.groups, part.groups, strict=True):
             new = tuple(n for n in other.params if n not in set(mine.params))
             groups.append(Group((*mine.params, *new), mine.options))
         out.groups = groups
