@@ -10,7 +10,7 @@ from ckptctl.core.checkpoint import MASTER, Group, Optimizer
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.formats.deepspeed import layout, teams
-from ckptctl.formats.deepspeed.order import ordered
+from ckptctl.formats.order import ordered
 from ckptctl.formats.target import Item
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def run_of(content: Content, choices: Choices) -> Run:
     ] or [Group(tuple(candidates), {})]
     whose = ""
     if not choices.universal:
-        groups, whose = ordered(content, groups, choices.param_order)
+        instead = "a folder written with --universal needs no order"
+        groups, whose = ordered(content, groups, choices.param_order, instead)
     experts = teams.counts(weights)
     stage = choices.zero_stage or 2
     if choices.weights_alone and stage != 3 and not choices.universal:

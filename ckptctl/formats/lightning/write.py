@@ -6,6 +6,7 @@ pytorch/strategies/model_parallel.py, save_checkpoint.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import EMA, Optimizer
@@ -16,6 +17,7 @@ from ckptctl.formats.carry import Carried
 from ckptctl.formats.dcp import write as dcp
 from ckptctl.formats.lightning.loops import loops_at
 from ckptctl.formats.lightning.read import META, VERSION
+from ckptctl.formats.order import numbered
 from ckptctl.formats.schedule import schedulers
 from ckptctl.formats.state import number
 from ckptctl.formats.target import Choices, Content, Line, Written
@@ -40,6 +42,10 @@ def write(content: Content, choices: Choices) -> Written:
     values = _values(content, lines)
     if choices.sharded:
         return _folder(content, choices, prefix, values, lines)
+    instead = "a folder, which --dp writes, has names and needs no order"
+    optimizer, told = numbered(content, choices.param_order, instead)
+    content = replace(content, optimizer=optimizer)
+    lines += told
 
     def segments() -> list[Segment]:
         made = TorchTree(plain=True, held=content.held)

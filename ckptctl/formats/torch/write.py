@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.core.output import Fill, OutputFile, Put, Region, Segment
 from ckptctl.core.tensor import Key, dense_strides
 from ckptctl.core.values import Array, Global, Held, OrderedPairs, Record, Storage, TensorRef, Tree
+from ckptctl.formats.order import numbered
 from ckptctl.formats.pickles.emit import dump, storage_class
 from ckptctl.formats.pickles.nodes import NumpyArray
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
@@ -182,12 +183,17 @@ def write(content: Content, choices: Choices) -> Written:
 
     Pickled objects that torch.load(weights_only=True) refuses are carried all the same, and reported.
     """
+    lines: list[Line] = []
+    if choices.index_keys:
+        instead = "without --index-keys names are written, which need no order"
+        optimizer, told = numbered(content, choices.param_order, instead)
+        content = replace(content, optimizer=optimizer)
+        lines += told
 
     def segments() -> list[Segment]:
         made = TorchTree(plain=True, held=content.held)
         return made.segments(_tree(content, choices, made))
 
-    lines = []
     if any("NumPy" in name for tree in content.values.values() for name in _refused(tree)):
         lines.append(
             Line(
