@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptctl.operations.comparing import Comparison, diff
     from ckptctl.operations.content import Conversion
-    from ckptctl.operations.converting import Running, convert, reshard
+    from ckptctl.operations.converting import convert
     from ckptctl.operations.inspecting import inspect, ls
     from ckptctl.operations.opening import Reading, open_checkpoint
+    from ckptctl.operations.resharding import reshard
+    from ckptctl.operations.running import Running
     from ckptctl.operations.showing import show
     from ckptctl.operations.stripping import strip
     from ckptctl.operations.validating import Validation, validate
@@ -22,9 +24,9 @@ _HOME = {
     "Comparison": "comparing",
     "diff": "comparing",
     "Conversion": "content",
-    "Running": "converting",
+    "Running": "running",
     "convert": "converting",
-    "reshard": "converting",
+    "reshard": "resharding",
     "inspect": "inspecting",
     "ls": "inspecting",
     "Reading": "opening",

@@ -59,6 +59,21 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     return (checkpoint if reading.key_map is None else mapped(checkpoint, Path(reading.key_map))), evidence
 
 
+def open_movable(src: Path | str, reading: Reading | None = None) -> tuple[Checkpoint, formats.Evidence]:
+    """A source that may be converted: safe, with tensors, one checkpoint, without slices that are unknown."""
+    source, evidence = open_checkpoint(src, reading)
+    require_safe(source)
+    require_tensors(source)
+    require_one_source(evidence)
+    require_plain(source)
+    return source, evidence
+
+
+def fingerprint(wanted: str, reading: Reading | None) -> dict[str, str]:
+    """What a resumed job must have in common with the interrupted one, besides the source's bytes and the plan."""
+    return {"conversion": wanted, "reading": repr(reading or Reading())}
+
+
 def given_config(path: Path | str | None) -> Facts:
     """--model-config as facts: a config.json, or a folder that has one."""
     if path is None:

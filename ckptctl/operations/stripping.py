@@ -16,24 +16,16 @@ from ckptctl.formats import TARGETS
 from ckptctl.formats.carry import Carried
 from ckptctl.formats.target import Choices, Line, Written
 from ckptctl.operations.content import Conversion, content_of
-from ckptctl.operations.converting import (
-    Running,
-    budget_of,
-    fingerprint,
-    mesh_of,
-    opened,
-    planned_job,
-    require_apart,
-    run_planned,
-    source_document,
-)
-from ckptctl.operations.opening import require_one_source
+from ckptctl.operations.opening import fingerprint, open_movable
 from ckptctl.operations.parts import Kept, kept, without
+from ckptctl.operations.planning import planned_job
+from ckptctl.operations.resharding import mesh_of
+from ckptctl.operations.running import Running, budget_of, require_apart, run_planned, source_document
 
 if TYPE_CHECKING:
     from ckptctl.core.checkpoint import Checkpoint
-    from ckptctl.operations.converting import OnProgress
     from ckptctl.operations.opening import Reading
+    from ckptctl.operations.running import OnProgress
 
 Document = dict[str, Any]
 _SHARD_SIZE = 5_000_000_000
@@ -62,8 +54,7 @@ def strip(
     budget = budget_of(running)
     if reading is not None and reading.key_map is not None:
         raise Usage("--key-map: strip keeps the source's names", fix="convert gives new ones")
-    full, evidence = opened(src, reading)
-    require_one_source(evidence)
+    full, evidence = open_movable(src, reading)
     target = Path(full.root).resolve() if dst is None else Path(dst)
     require_apart(running, Path(src), target)
     source, dropped = without(full, what)
