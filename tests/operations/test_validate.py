@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -446,6 +447,38 @@ def test_hostile_pickles_are_not_safe_and_run_nothing(dotted, tmp_path):
     document = report(tmp_path / "x.pkl", "--level", "header", code=1)
     assert only(document, "pickle-calls-code")["where"]["field"] == dotted
     assert document["checkpoints"][0]["safe"]["answer"] is False
+
+
+CALL = b"cos\nsystem\n(S'x'\ntR"
+
+
+@pytest.mark.parametrize("tail", [b"", b"\xff\xff.", b"(((", b"t."], ids=repr)
+@pytest.mark.parametrize("head", [b"", b"\x80\x02", b"\x80\x02}.", b"\x80\x04\x95" + bytes(8)], ids=repr)
+@pytest.mark.parametrize("name", ["x.bin", "x.pkl", "x.pt", "main", "member"])
+def test_what_a_broken_pickle_runs_before_it_breaks_is_not_safe(name, head, tail, tmp_path):
+    """pickle.loads runs each call when it comes to it, whatever follows."""
+    raw, whole = head + CALL + tail, b"\x80\x02}."
+    inside = {"main": {"a/data.pkl": raw}, "member": {"a/data.pkl": whole, "a/other.pkl": raw}}.get(name)
+    file = tmp_path / (f"{name}.pt" if inside else name)
+    if inside is None:
+        file.write_bytes(raw)
+    else:
+        with zipfile.ZipFile(file, "w") as archive:
+            for member, data in inside.items():
+                archive.writestr(member, data)
+    if inside and head.endswith(b"."):
+        return  # a reader of a member stops behind the first pickle; one of a file goes on
+    document = report(file, "--level", "header", code=1)
+    assert only(document, "pickle-calls-code")["where"]["field"] == "os.system"
+    assert document["checkpoints"][0]["safe"]["answer"] is False
+
+
+def test_a_pickle_in_an_archive_that_is_not_looked_at_is_told(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02}.")
+        archive.writestr("a/other.pkl", CALL + b".", zipfile.ZIP_BZIP2)
+    found = only(report(tmp_path / "a.pt", "--level", "header"), "unsupported")
+    assert (found["severity"], found["where"]["field"]) == ("warning", "a/other.pkl")
 
 
 def test_a_second_pickle_in_an_archive_is_looked_at_too(tmp_path):

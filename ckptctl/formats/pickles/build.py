@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import struct
+from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.core.errors import CkptError, Damaged
@@ -19,11 +21,10 @@ from ckptctl.formats.pickles.danger import Finding, findings
 from ckptctl.formats.pickles.nodes import PersistentId, show
 from ckptctl.formats.pickles.objects import Finish, Fresh, Objects, append, memoized, put_state, set_items
 from ckptctl.formats.pickles.opcodes import OPCODES
-from ckptctl.formats.pickles.scan import Scan, scan
+from ckptctl.formats.pickles.scan import Scan, read_ids, scan
 from ckptctl.formats.pickles.text import TEXT_VALUES
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Mapping
 
 # Runs of opcodes that make up most of a large pickle of objects: one step where no GET reads their memo entries.
@@ -85,6 +86,29 @@ def load(
         if paused:
             gc.enable()
     return Loaded(tree, found.stop, machine.globals, machine.risky_getattr)
+
+
+def load_until_broken(data: bytes, where: str) -> Loaded:
+    """What the pickles from the start of data on ask for, as far as they can be read: by then an unpickler ran it.
+
+    tree is None; stop is where reading stopped. Raises nothing for what the bytes are.
+    """
+    names: Counter[Global] = Counter()
+    risky = at = 0
+    while at < len(data):
+        found = Scan(at, len(data), 0, read_ids(data, at, len(data)))
+        with suppress(CkptError):
+            found = scan(data, where, at)
+        machine = _Machine(data, where, found, None, CALLS, {}, {})
+        try:
+            machine.run()
+        except CkptError:
+            at = len(data)
+        else:
+            at = machine.at + 1
+        names += machine.globals
+        risky += machine.risky_getattr
+    return Loaded(None, at, names, risky)
 
 
 class _Machine(Objects):

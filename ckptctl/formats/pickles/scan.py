@@ -88,7 +88,7 @@ def scan(data: bytes | memoryview, where: str, start: int = 0) -> Scan:
                 )
         at = after
         if name == "STOP":
-            return Scan(start, at, protocol, _read_ids(data, start, at))
+            return Scan(start, at, protocol, read_ids(data, start, at))
 
 
 def _truncated(where: str, at: int, size: int, how: str) -> Truncated:
@@ -110,7 +110,7 @@ def _line_stop(data: bytes | memoryview, at: int, where: str, name: str) -> int:
     return line.end()
 
 
-def _read_ids(data: bytes | memoryview, start: int, stop: int) -> frozenset[int]:
+def read_ids(data: bytes | memoryview, start: int, stop: int) -> frozenset[int]:
     """Memo ids that a GET could name: whatever follows a byte that could be one, below the pickle's length."""
     flat = np.frombuffer(data, dtype=np.uint8)
     known: set[int] = set()  # np.unique would import numpy.ma, a fiftieth of a second

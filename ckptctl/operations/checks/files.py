@@ -13,7 +13,7 @@ from ckptctl.core.values import Global, Storage, TensorRef
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf import index
 from ckptctl.formats.pickles import arrays
-from ckptctl.formats.pickles.build import load
+from ckptctl.formats.pickles.build import load, load_until_broken
 from ckptctl.formats.pickles.danger import unknown, verdict
 from ckptctl.formats.pickles.walk import path_text, walk
 from ckptctl.formats.st import header
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ckptctl.core.errors import Severity
     from ckptctl.formats.pickles.danger import Finding
-    from ckptctl.formats.zipdir import ZipDirectory
+    from ckptctl.formats.zipdir import ZipDirectory, ZipRecord
 
 TORCH = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".th", ".tar")
 _ALWAYS_TORCH = (".pt", ".pth", ".ckpt")
@@ -154,21 +154,24 @@ def _torch(found: Found, name: str, reader: FileBytes, kind: str) -> None:
     problems: list[CkptError] = []
     try:
         opened = open_torch(reader, problems)
-    except Unrecognised as err:
-        base = name.rpartition("/")[2]
-        if kind == "zip":
-            _members(found, name, reader, read_zip(reader), "")
-        if base.endswith(_ALWAYS_TORCH) or base.startswith(("pytorch_model", "adapter_model")):
-            found.unreadable.add(name)
-            found.error(err, name)
-        return
-    except Unsupported as err:
-        found.error(err, name, "error" if err.code != "unsupported" else "warning")
+    except CkptError as err:
+        _unread(found, name, reader, kind)
+        if isinstance(err, Unrecognised):
+            base = name.rpartition("/")[2]
+            if base.endswith(_ALWAYS_TORCH) or base.startswith(("pytorch_model", "adapter_model")):
+                found.unreadable.add(name)
+                found.error(err, name)
+        elif isinstance(err, Unsupported):
+            found.error(err, name, "error" if err.code != "unsupported" else "warning")
+        else:
+            raise
         return
     for problem in problems:
         found.error(problem, name)
     if problems:
         found.unreadable.add(name)
+        if kind == "pickle":
+            _unread(found, name, reader, kind)
     safe_globals(found, name, opened)
     for at, why in opened.unsupported:
         found.note("unsupported", "a part of the file is not read", file=name, tensor=at, why=why, severity="info")
@@ -177,25 +180,45 @@ def _torch(found: Found, name: str, reader: FileBytes, kind: str) -> None:
         found.names[name] = names
         found.tensors += len(names)
     if opened.directory is not None:
-        _members(found, name, reader, opened.directory, "data.pkl")
+        _members(found, name, reader, opened.directory, opened.directory.record("data.pkl"))
         found.archives[name] = Archive(opened.directory, storages)
 
 
-def _members(found: Found, name: str, reader: FileBytes, directory: ZipDirectory, main: str) -> None:
+def _unread(found: Found, name: str, reader: FileBytes, kind: str) -> None:
+    """Pickles of a file that cannot be read whole: whoever loads it runs what stands before the fault."""
+    if kind == "zip":
+        try:
+            directory = read_zip(reader)
+        except CkptError:  # it is why the file cannot be read, and is told
+            return
+        _members(found, name, reader, directory, None)
+    elif kind == "pickle":
+        broken = load_until_broken(reader.read(0, min(reader.nbytes, _MEMBER_LIMIT)), name)
+        _safe(found, name, broken.unsafe, ())
+
+
+def _members(found: Found, name: str, reader: FileBytes, directory: ZipDirectory, main: ZipRecord | None) -> None:
     """Pickles of an archive besides its main one: torch does not look at them, and other loaders do."""
     for record in directory.records.values():
-        if record.name.rpartition("/")[2] == main or not record.name.endswith((".pkl", ".pickle")):
+        if record is main or not record.name.endswith((".pkl", ".pickle")):
             continue
         if max(record.nbytes, record.compressed_nbytes) > _MEMBER_LIMIT or record.method not in (0, 8):
+            why = f"{record.name} has {record.nbytes:,} bytes, zip method {record.method}"
+            what = "a pickle in the archive was not looked at"
+            found.note("unsupported", what, file=name, field=record.name, why=why, severity="warning")
             continue
         data = reader.read(record.start, record.compressed_nbytes)
         where = f"{name}, {record.name}"
         try:
             data = data if record.method == 0 else zlib.decompressobj(-15).decompress(data, _MEMBER_LIMIT)
-            loaded = load(data, where, persistent=Storages(where), rebuild=CALLS, finish=arrays.FINISH)
-        except (CkptError, zlib.error):  # no pickle, whatever its name: nothing would load it
+        except zlib.error:  # nobody can read it
             continue
-        _safe(found, name, loaded.unsafe, unknown(loaded.globals))
+        try:
+            loaded = load(data, where, persistent=Storages(where), rebuild=CALLS, finish=arrays.FINISH)
+        except CkptError:  # perhaps no pickle, whatever its name
+            _safe(found, name, load_until_broken(data, where).unsafe, ())
+        else:
+            _safe(found, name, loaded.unsafe, unknown(loaded.globals))
 
 
 def safe_globals(found: Found, name: str, opened: TorchFile) -> None:
