@@ -173,12 +173,17 @@ def steps_of(path: Path) -> dict[int, Path]:
     return found
 
 
+def is_one_checkpoint(path: Path) -> bool:
+    """Whether a folder holds weights itself, whatever folders are beside them."""
+    return (path / ".metadata").exists() or any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+
+
 def step_folder(path: Path, wanted: str | None) -> Path:
     """The folder of one step of a run: the one asked for, or the newest that is complete.
 
     Path itself where it is no run's folder.
     """
-    if (path / ".metadata").exists() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+    if is_one_checkpoint(path):
         if wanted not in (None, "latest"):
             raise Usage(f"--step {wanted}: {path} is one checkpoint, not a run's folder")
         return path

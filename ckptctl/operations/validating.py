@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +23,8 @@ from ckptctl.operations.checks.found import Found, Level
 from ckptctl.operations.checks.model import check_model
 from ckptctl.operations.checks.state import Resumable, check_state, resumable
 from ckptctl.operations.naming import as_hub, is_mixed, naming_of
-from ckptctl.operations.opening import Reading, given_config, open_checkpoint, steps_of
-from ckptctl.rules import SEVERITIES, Finding, finding, rules
+from ckptctl.operations.opening import TRACKERS, Reading, given_config, is_one_checkpoint, open_checkpoint, steps_of
+from ckptctl.rules import SEVERITIES, Finding, finding, known_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 LEVELS: tuple[Level, ...] = ("header", "structure", "values")
 _BASELINE_LIMIT = 64 << 20
-_TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +95,16 @@ def validate(
             if len(checked) == 1:
                 raise one.error
             one.found.error(one.error, severity="error")
-    findings: list[Finding] = _runs(paths)
+        one.found.finish()
+    names = [one.name for one in checked]
+    findings = [f for p in paths for f in _trackers(Path(p), "" if names == [str(p)] else str(p))]
+    findings = [f for f in findings if not _matches(f, what.ignore)]
     rows = []
     for one in checked:
         _filter(one.found, what)
         answer = resumable(one.found, one.checkpoint)
         _resumes(one, what, answer)
         _filter(one.found, what)
-        one.found.finish()
         named = [f.of(one.name if len(checked) > 1 else "") for f in one.found.findings]
         findings += named
         rows.append(_row(one, answer, what.level))
@@ -130,7 +131,9 @@ def _require(what: Validation) -> None:
         raise Usage(f"--level {what.level}: there is no such level", fix=f"one of {', '.join(LEVELS)}")
     if what.fail_on not in SEVERITIES:
         raise Usage(f"--fail-on {what.fail_on}: there is no such severity", fix=f"one of {', '.join(SEVERITIES)}")
-    words = {w for r in rules() for w in (r.code, r.kind)}
+    words = known_words()
+    if what.against is not None and not what.against.is_dir():
+        raise Usage(f"--against {what.against}: there is no such folder", fix="give a folder that holds the same files")
     for word in (*what.select, *what.ignore):
         if word not in words and not (word.startswith("CK") and any(w.startswith(word) for w in words)):
             raise Usage(f"there is no rule {word!r}", fix="give a code (CK101), its beginning (CK1), or a kind")
@@ -165,16 +168,12 @@ def _targets(path: Path, reading: Reading | None) -> list[tuple[str, Path]]:
     if not path.exists() and not path.is_symlink():
         raise Unrecognised(f"nothing is at {path}", fix="check the path")
     wanted = reading.step if reading is not None else None
-    if not path.is_dir() or wanted is not None or _is_checkpoint(path):
+    if not path.is_dir() or wanted is not None or is_one_checkpoint(path):
         return [(str(path), path)]
     steps = steps_of(path)
     if len(steps) < 2 and (not steps or _is_known(path)):
         return [(str(path), path)]
     return [(str(steps[n]), steps[n]) for n in sorted(steps)]
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / ".metadata").exists() or any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
 
 
 def _is_known(path: Path) -> bool:
@@ -188,19 +187,18 @@ def _is_known(path: Path) -> bool:
     return True
 
 
-def _runs(paths: Sequence[Path | str]) -> list[Finding]:
-    """Pointers of runs that name what is not there."""
+def _trackers(path: Path, name: str) -> list[Finding]:
+    """Pointers of a run that name what is not there. name is what the report calls the run's folder."""
     out = []
-    for path in map(Path, paths):
-        for tracker in _TRACKERS if path.is_dir() else ():
-            file = path / tracker
-            if not file.is_file() or file.stat().st_size > 4096:
-                continue
-            said = file.read_text(encoding="utf-8", errors="replace").strip()
-            number = f"iter_{int(said):07d}" if said.isascii() and said.isdigit() and len(said) < 12 else said
-            if said and said != "release" and "/" not in said and not (path / number).exists():
-                what = f"{tracker} names {said[:80]}, which is not there"
-                out.append(finding("tracker-names-missing-step", what, file=tracker, why=f"there is no {number[:80]}"))
+    for tracker in TRACKERS if path.is_dir() else ():
+        file = path / tracker
+        if not file.is_file() or file.stat().st_size > 4096:
+            continue
+        said = file.read_text(encoding="utf-8", errors="replace").strip()
+        number = f"iter_{int(said):07d}" if said.isascii() and said.isdigit() and len(said) < 12 else said
+        if said and said != "release" and "/" not in said and not (path / number).exists():
+            what, why = f"{tracker} names {said[:80]}, which is not there", f"there is no {number[:80]}"
+            out.append(finding("tracker-names-missing-step", what, file=tracker, why=why).of(name))
     return out
 
 
@@ -301,12 +299,7 @@ def _structure(found: Found, checkpoint: Checkpoint) -> None:
             for table in tensor.pieces:
                 len(table)
         except CkptError as err:
-            found.error(err)
-            if tensor.why_unsupported:
-                continue
-            if not found.findings[-1].where.tensor:
-                last = found.findings[-1]
-                found.findings[-1] = replace(last, where=replace(last.where, tensor=key.name))
+            found.error(err, tensor=key.name)
     named = _under_hub_names(checkpoint)
     check_model(found, named)
     check_state(found, named)

@@ -92,13 +92,13 @@ def _xml(value: str) -> str:
 
 
 def junit(document: Document) -> str:
-    """JUnit's XML: a suite a checkpoint, a case a finding, and one case that passes where nothing fails."""
+    """JUnit's XML: a suite a checkpoint, or run with findings of its own; a case a finding, and one that passes."""
     suites = []
     names = [row["path"] for row in document["checkpoints"]]
-    several = len(names) > 1
+    names += dict.fromkeys(f["checkpoint"] for f in document["findings"] if f["checkpoint"] not in ("", *names))
     total = failed = 0
     for name in names:
-        mine = [f for f in document["findings"] if not several or f["checkpoint"] == name]
+        mine = [f for f in document["findings"] if (f["checkpoint"] or names[0]) == name]
         cases = []
         for found in mine:
             head = (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import xml.etree.ElementTree as ET
 import zipfile
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from ckptctl.report.findings import gitlab
 from tests.support.checkpoints import FIXTURES, ckpt
 from tests.support.commands import ckptctl, refused
 from tests.support.saving import torch_save
@@ -293,6 +295,20 @@ def test_a_list_of_checksums_beside_the_files_is_checked(tmp_path):
     assert [(f["kind"], f["where"]["file"]) for f in document["findings"]] == [("missing-file", "gone.bin")]
 
 
+def test_a_list_of_checksums_that_is_a_broken_link_is_a_finding(tmp_path):
+    shutil.copy(BROKEN / "ok-minimal.safetensors", tmp_path)
+    (tmp_path / "SHA256SUMS").symlink_to("gone")
+    assert kinds(report(tmp_path, "--checksums", code=1)) == {"broken-link"}
+
+
+def test_a_list_of_checksums_that_is_not_read_is_told(tmp_path):
+    shutil.copy(BROKEN / "ok-minimal.safetensors", tmp_path)
+    with (tmp_path / "SHA256SUMS").open("wb") as stream:
+        stream.truncate(1 << 25)
+    found = only(report(tmp_path, "--checksums"), "reader-note")
+    assert (found["severity"], found["where"]["file"]) == ("warning", "SHA256SUMS")
+
+
 def test_against_another_copy_every_file_is_compared(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     for folder in (a, b):
@@ -336,7 +352,7 @@ def test_a_distributed_checkpoint_without_a_file_is_not_intact(tmp_path):
 def run_of(tmp_path):
     for step in (2, 10):
         folder = tmp_path / f"step_{step}"
-        folder.mkdir()
+        folder.mkdir(parents=True)
         torch_save(folder / "state.pt", {**state(MODEL), "step": step})
     return tmp_path
 
@@ -351,8 +367,22 @@ def test_a_run_is_one_checkpoint_a_step_and_the_newest_good_one_is_named(tmp_pat
     document = report(run, code=1)
     assert document["newest_resumable"] == str(run / "step_2")
     assert {f["checkpoint"] for f in document["findings"]} == {str(run / "step_10")}
-    (run / "latest").write_text("step_12")
-    assert "tracker-names-missing-step" in kinds(report(run, code=1))
+
+
+def test_a_tracker_that_names_no_step_is_a_finding_of_its_run(tmp_path):
+    runs = [run_of(tmp_path / n) for n in ("a", "b")]
+    for run in runs:
+        (run / "latest").write_text("step_12")
+    page = tmp_path / "junit.xml"
+    document = report(*runs, "--output", f"junit={page}", code=1)
+    told = [f for f in document["findings"] if f["kind"] == "tracker-names-missing-step"]
+    assert [f["checkpoint"] for f in told] == list(map(str, runs))
+    assert len({f["fingerprint"] for f in told}) == 2
+    uris = [issue["location"]["path"] for issue in json.loads(gitlab(document))]
+    assert uris == [f"{run}/latest".lstrip("/") for run in runs]
+    failed = [s.get("name") for s in ET.parse(page).iter("testsuite") if int(s.get("failures"))]
+    assert failed == list(map(str, runs))
+    assert report(*runs, "--ignore", "tracker-names-missing-step", code=0)["findings"] == []
 
 
 def test_several_paths_are_one_report(tmp_path):
@@ -369,6 +399,17 @@ def test_rules_are_selected_and_ignored_by_code_kind_and_beginning():
     assert kinds(report(path, "--ignore", "CK4")) == set()
     assert report(path, "--fail-on", "warning", code=1)["ok"] is False
     assert report(path, "--fail-on", "warning", "--ignore", "CK4", code=0)["ok"] is True
+
+
+def test_many_lesser_findings_of_a_kind_hide_no_graver_one(tmp_path):
+    names = [b"cmine\nC%d\n" % n for n in range(250)] + [b"ctorch\nno_such_function\n"]
+    (tmp_path / "x.pkl").write_bytes(b"(" + b"".join(names) + b"t.")
+    document = report(tmp_path / "x.pkl", "--level", "header", code=1)
+    assert [f["where"]["field"] for f in document["findings"] if f["severity"] == "error"] == ["torch.no_such_function"]
+    (more,) = [f for f in document["findings"] if f["severity"] == "info"]
+    assert more["what"].startswith("50 more")
+    words = ("--level", "header", "--ignore", "pickle-unknown-global")
+    assert report(tmp_path / "x.pkl", *words, code=0)["findings"] == []
 
 
 def test_what_is_ignored_does_not_answer_no():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Level = Literal["header", "structure", "values"]
 _LIMIT = 200
-"""Findings of one kind that are kept; the rest are counted."""
+"""Findings of one kind and severity that are kept; the rest are counted."""
 
 
 @dataclass(slots=True)
@@ -48,16 +48,15 @@ class Found:
     nbytes: int = 0
     """Bytes of tensor values that were read."""
     _seen: set[tuple[str, str, str, str]] = field(default_factory=set)
-    _kinds: Counter[str] = field(default_factory=Counter)
+    _counts: Counter[tuple[str, Severity]] = field(default_factory=Counter)
 
     def add(self, new: Finding) -> None:
         """A finding, once for each kind and place."""
-        key = (new.kind, new.where.file, new.where.tensor, new.where.field)
-        if key in self._seen:
+        if not self._is_new(new):
             return
-        self._kinds[new.kind] += 1
-        if self._kinds[new.kind] <= _LIMIT:
-            self._seen.add(key)
+        self._counts[new.kind, new.severity] += 1
+        if self._counts[new.kind, new.severity] <= _LIMIT:
+            self._seen.add(_key(new))
             self.findings.append(new)
 
     def note(
@@ -75,32 +74,47 @@ class Found:
         """Adds a finding of a check of our own."""
         self.add(finding(kind, what, file=file, tensor=tensor, field=field, why=why, fix=fix, severity=severity))
 
-    def error(self, err: CkptError, file: str = "", severity: Severity | None = None) -> None:
-        """Adds what a reader raised. Without a file the place is read out of the message."""
+    def error(self, err: CkptError, file: str = "", severity: Severity | None = None, tensor: str = "") -> None:
+        """Adds what a reader raised. Without a file the place is read out of the message.
+
+        tensor is the one that was wanted, where the message names none: the first of several that lack one thing.
+        """
+        made = self._placed(err, file, severity)
+        if tensor and not made.where.tensor and self._is_new(made):
+            self._seen.add(_key(made))
+            made = replace(made, where=replace(made.where, tensor=tensor))
+        self.add(made)
+
+    def _is_new(self, found: Finding) -> bool:
+        return _key(found) not in self._seen
+
+    def _placed(self, err: CkptError, file: str, severity: Severity | None) -> Finding:
         root = str(self.root)
         if file:
-            self.add(from_error(err, file, (f"{root}/{file}",), severity))
-            return
+            return from_error(err, file, (f"{root}/{file}",), severity)
         where = err.where.removeprefix(f"{root}/").removeprefix(root)
         name = next((f for f in sorted(self.files, key=len, reverse=True) if _begins(where, f)), "")
         if name:
             made = from_error(err, name, (f"{root}/{name}",), severity)
             place = Where(name, where[len(name) :].lstrip(", "))
-            self.add(replace(made, where=place))
-        else:
-            self.add(replace(from_error(err, "", (), severity), where=Where(where)))
+            return replace(made, where=place)
+        return replace(from_error(err, "", (), severity), where=Where(where))
 
     def finish(self) -> None:
         """Says how many findings were left out."""
-        for kind, count in self._kinds.items():
+        for (kind, severity), count in self._counts.items():
             if count > _LIMIT:
-                found = finding(kind, f"{count - _LIMIT} more findings of this kind are not listed")
-                self.findings.append(replace(found, severity="info"))
+                what = f"{count - _LIMIT} more of this kind ({severity}) are not listed"
+                self.findings.append(finding(kind, what, severity="info"))
 
     @property
     def has_errors(self) -> bool:
         """Whether anything so far is an error."""
         return any(f.severity == "error" for f in self.findings)
+
+
+def _key(found: Finding) -> tuple[str, str, str, str]:
+    return found.kind, found.where.file, found.where.tensor, found.where.field
 
 
 def _begins(where: str, name: str) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptctl.operations.checks.found import Archive, Found
 
 _BLOCK = 4 << 20
+_LIST_LIMIT = 1 << 24
 _LISTS = ("SHA256SUMS", "sha256sums.txt", "SHA256SUMS.txt", "checksums.sha256")
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -63,8 +64,12 @@ def check_sums(found: Found) -> None:
             blob = path.resolve()
             if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
                 wanted[name] = (blob.name, "the name of the blob in the Hub's cache")
-        if path.name in _LISTS:
-            wanted |= {n: (digest, name) for n, digest in _listed(path, name)}
+        if path.name in _LISTS and name not in found.unreadable:
+            if path.stat().st_size > _LIST_LIMIT:
+                why = f"it has {path.stat().st_size:,} bytes, more than {_LIST_LIMIT:,}"
+                found.note("reader-note", "the list of checksums was not read", file=name, why=why, severity="warning")
+            else:
+                wanted |= {n: (digest, name) for n, digest in _listed(path, name)}
         noted = found.root / _DOWNLOADS / f"{name}.metadata"
         if noted.is_file():
             lines = noted.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -82,8 +87,6 @@ def check_sums(found: Found) -> None:
 
 def _listed(path: Path, name: str) -> Iterator[tuple[str, str]]:
     folder = name.rpartition("/")[0]
-    if path.stat().st_size > 1 << 24:
-        return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if match := _LINE.fullmatch(line):
             file = match[2].removeprefix("./")
@@ -105,10 +108,6 @@ def _sha256(found: Found, name: str) -> str:
 
 def check_against(found: Found, other: Path) -> None:
     """Every file of another copy, byte for byte."""
-    if not other.is_dir():
-        from ckptctl.core.errors import Usage
-
-        raise Usage(f"--against {other}: there is no such folder", fix="give a folder that holds the same files")
     for name, theirs in files_below(other):
         if not theirs.is_file():
             continue
