@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckptctl.core.tensor import Ints
-    from ckptctl.formats.dcp.items import DataFiles
+    from ckptctl.formats.datafiles import DataFiles
     from ckptctl.formats.dcp.metadata import Index
 
 

@@ -12,7 +12,7 @@ from ckptctl.formats.bytesource import ByteSource, FileBytes
 from ckptctl.formats.zipdir import read_zip
 
 if TYPE_CHECKING:
-    from ckptctl.formats.dcp.items import DataFiles
+    from ckptctl.formats.datafiles import DataFiles
 
 SMALL_NBYTES = 1 << 20
 _BLOCK = 4 << 20

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptctl.core.dtype import packed
-from ckptctl.core.errors import Damaged, MissingFile, Unsupported
+from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import PieceTable, dense_strides
 from ckptctl.core.values import TensorRef, Tree
-from ckptctl.formats.bytesource import FileBytes, HeldBytes
+from ckptctl.formats.bytesource import HeldBytes
 from ckptctl.formats.dcp.copies import Place, same_item
 from ckptctl.formats.pickles.build import load
 from ckptctl.formats.torchfile.read import CALLS, TorchFile, open_torch
@@ -27,8 +27,8 @@ from ckptctl.formats.torchtensor import map_leaves, read_array
 from ckptctl.formats.zipdir import first_records
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from ckptctl.formats.bytesource import FileBytes
+    from ckptctl.formats.datafiles import DataFiles
     from ckptctl.formats.dcp.metadata import ByteItem, Chunks
 
 HEAD_NBYTES = 4096
@@ -36,50 +36,6 @@ HEAD_NBYTES = 4096
 BYTE_ITEM_LIMIT = 256 << 20
 OBJECT_TENSOR_LIMIT = 16 << 20
 """The largest tensor inside a pickled object that is read, in bytes."""
-_OPEN_FILES = 64
-
-
-class DataFiles:
-    """The `.distcp` files of a folder, opened when needed and at most a few at once.
-
-    Sizes are checked against the index once.
-    """
-
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self.folder, self.names = folder, names
-        self.plain: dict[bytes, Tree] = {}
-        """Values of items that were read, by the items' bytes; see read_object."""
-        self._open: dict[int, FileBytes] = {}
-        self._lock = threading.Lock()
-
-    def get(self, number: int) -> FileBytes:
-        """File number of the index. MissingFile where it is not there."""
-        with self._lock:
-            found = self._open.get(number)
-            if found is None:
-                path = self.folder / self.names[number]
-                if not path.is_file():
-                    raise MissingFile(
-                        f"{self.names[number]} is missing",
-                        where=str(self.folder),
-                        why="the metadata names it",
-                        fix="copy the file; without it the tensors in it cannot be read",
-                    )
-                if len(self._open) >= _OPEN_FILES:
-                    self._open.pop(next(iter(self._open))).close()
-                found = self._open[number] = FileBytes(path, name=self.names[number])
-            return found
-
-    def full(self, number: int) -> Path:
-        """Where file number of the index lies. MissingFile where it is not there."""
-        self.get(number)
-        return self.folder / self.names[number]
-
-    def close(self) -> None:
-        """Close what is open."""
-        for f in self._open.values():
-            f.close()
-        self._open.clear()
 
 
 class Heads:

@@ -27,9 +27,10 @@ from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Array, Held, Tree
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.datafiles import DataFiles
 from ckptctl.formats.dcp.blobs import place
 from ckptctl.formats.dcp.copies import Place, same_item
-from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
+from ckptctl.formats.dcp.items import Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
 from ckptctl.formats.dcp.ranklocal import RANK_METADATA, is_rank_local, ranks_of, read_ranks
 from ckptctl.formats.parameters import named_states

@@ -18,7 +18,8 @@ from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 from ckptctl.core.remake import Native, remade, to_hub
 from ckptctl.core.tensor import Key, Part, Piece, Source, Tensor
 from ckptctl.formats.bytesource import FileBytes
-from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable, read_object
+from ckptctl.formats.datafiles import DataFiles
+from ckptctl.formats.dcp.items import Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
 from ckptctl.formats.megatron import flat, model
 from ckptctl.formats.megatron.facts import of_namespace

@@ -18,7 +18,7 @@ from ckptctl.core.remake import Native, remade, to_hub
 from ckptctl.core.tensor import Key, Part, Tensor
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.bytesource import FileBytes
-from ckptctl.formats.dcp.items import DataFiles, Heads, LazyTable
+from ckptctl.formats.dcp.items import Heads, LazyTable
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index
 from ckptctl.formats.megatron import model, stages
 from ckptctl.formats.megatron.buffers import STATE_KEYS, laid_out, slot_name
@@ -29,6 +29,7 @@ from ckptctl.formats.torchfile.read import open_torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ckptctl.formats.datafiles import DataFiles
     from ckptctl.formats.megatron.buffers import Buffer
     from ckptctl.formats.megatron.facts import Facts
     from ckptctl.formats.megatron.found import Found

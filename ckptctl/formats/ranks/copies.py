@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ckptctl.core.tensor import Key
     from ckptctl.formats.bytesource import ByteSource
-    from ckptctl.formats.dcp.items import DataFiles
+    from ckptctl.formats.datafiles import DataFiles
     from ckptctl.formats.ranks.gather import Copy, Gathered
 
 VALUE_LIMIT = 1 << 20

@@ -13,7 +13,7 @@ from ckptctl.core.errors import CkptError, Damaged, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Array, Tree
 from ckptctl.formats import Evidence, Hints
-from ckptctl.formats.dcp.items import DataFiles
+from ckptctl.formats.datafiles import DataFiles
 from ckptctl.formats.hf.config import CONFIG, read_config
 from ckptctl.formats.hf.files import scan_folder
 from ckptctl.formats.parameters import named_states
