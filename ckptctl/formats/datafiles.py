@@ -42,7 +42,8 @@ class DataFiles:
                         fix="copy the file; without it the tensors in it cannot be read",
                     )
                 if len(self._open) >= OPEN_FILES:
-                    self._open.pop(next(iter(self._open))).close()
+                    # Let go of, not closed: another thread may read it. It closes when the last one lets go.
+                    del self._open[next(iter(self._open))]
                 found = self._open[number] = FileBytes(path, name=self.names[number])
             return found
 
