@@ -32,16 +32,17 @@ from ckptctl.formats.dcp.blobs import place
 from ckptctl.formats.dcp.copies import Place, same_item
 from ckptctl.formats.dcp.items import Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
+from ckptctl.formats.dcp.paths import is_setting, nested, setting_name, without_paths
 from ckptctl.formats.dcp.ranklocal import RANK_METADATA, is_rank_local, ranks_of, read_ranks
 from ckptctl.formats.parameters import named_states
 from ckptctl.formats.pickles.emit import dump
-from ckptctl.formats.state import MODEL_KEYS, OPTIMIZER_KEYS, Found, config_in, counted, find, number
+from ckptctl.formats.state import Found, config_in, counted, find, number
 from ckptctl.formats.torchtensor import VALUE_LIMIT
 from ckptctl.formats.wrapping import unwrapped
 from ckptctl.names import looks_like_torchtitan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
 _RANK_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
 
@@ -203,36 +204,16 @@ class _Folder:
             self.index.warnings.append(f"{name} differs between ranks: the lowest rank's is taken")
 
     def nested(self) -> Tree:
-        """The nested state that was saved, by the index's own paths; without them every name stands by itself.
-
-        Source: torch 2.13.0, distributed/checkpoint/_nested_dict.py, unflatten_state_dict.
-        """
-        root: dict[PathKey, Tree] = {}
+        """The nested state that was saved. Settings of a group are values, whatever holds them: lr may be a tensor."""
         paths = self.index.paths or without_paths(self.index.items)
-        # The paths keep the order in which the state was saved; the items are in that of the ranks that wrote them.
-        for name in [*(n for n in paths if n in self.index.items), *(n for n in self.index.items if n not in paths)]:
-            path = paths.get(name) or (name,)
-            at = root
-            for key in path[:-1]:
-                inner = at.setdefault(key, {})
-                if not isinstance(inner, dict):
-                    raise Damaged(
-                        f"{name} lies below another item",
-                        where=NAME,
-                        why=f"its path is {path}",
-                        code="metadata-damaged",
-                    )
-                at = inner
-            if path[-1] in at:
-                raise Damaged(
-                    f"{name} has the path of another item", where=NAME, why=f"it is {path}", code="metadata-damaged"
-                )
+
+        def leaf_or_value(name: str, path: tuple[PathKey, ...]) -> Tree:
             leaf = self.leaves.get(name)
             if leaf is None:
-                at[path[-1]] = self.values[name]
-            else:  # settings of a group are values, whatever holds them: a learning rate may be a tensor
-                at[path[-1]] = self.value(_setting_name(path, name), leaf) if _is_setting(path) else leaf
-        return _lists(root)
+                return self.values[name]
+            return self.value(setting_name(path, name), leaf) if is_setting(path) else leaf
+
+        return nested(self.index.items, paths, leaf_or_value)
 
     def add(self, key: Key, leaf: Leaf) -> None:
         """A tensor under its key. Each compressed chunk is a source of its own."""
@@ -371,75 +352,3 @@ def _index_of(path: Path) -> tuple[Index, dict[str, int]]:
             f"{NAME} is taken; {len(left)} files of single ranks lie beside it ({next(iter(left.values())).name}, ...)"
         )
     return index, sizes
-
-
-def _is_setting(path: tuple[PathKey, ...]) -> bool:
-    """Whether an item is a setting of a param group, nested or flat."""
-    return "param_groups" in path or (isinstance(path[-1], str) and path[-1].startswith("param_groups."))
-
-
-def _setting_name(path: tuple[PathKey, ...], name: str) -> str:
-    """A setting's name without the keys around the optimizer, as other formats have it."""
-    return ".".join(map(str, path[path.index("param_groups") :])) if "param_groups" in path else name
-
-
-def without_paths(names: Iterable[str]) -> dict[str, tuple[PathKey, ...]]:
-    """Paths for an index that has none (planner_data absent), by an optimizer's usual keys and the names of its state.
-
-    A name cannot be cut at its dots: parameters have dots of their own. Whether `model.` is a key of the state or the
-    first word of every parameter is told by the optimizer, which has the parameters' names too. {} where there is no
-    optimizer: every name then stands by itself. Unsupported where that would make moments into weights.
-    """
-    every = list(names)
-    wrapper = _wrapper(every)
-    inner = {n: n[len(wrapper) :] for n in every}
-    heads = {n: r.partition(".")[0] for n, r in inner.items()}
-    rests = {n: r.partition(".")[2] for n, r in inner.items()}
-    optimizers = {
-        h for n, h in heads.items() if h in OPTIMIZER_KEYS and rests[n].startswith(("state.", "param_groups."))
-    }
-    if len(optimizers) != 1:
-        looks = next(
-            (n for n in every if ".param_groups." in n or n.endswith((".exp_avg", ".exp_avg_sq", ".momentum_buffer"))),
-            None,
-        )
-        if looks is not None:
-            raise Unsupported(
-                f"the metadata has no paths (planner_data), and which names are the model's cannot be told ({looks})",
-                where=NAME,
-                fix="save with torch's own planner, which writes them",
-            )
-        return {}
-    params = {
-        rests[n][len("state.") :].rpartition(".")[0]
-        for n, h in heads.items()
-        if h in optimizers and rests[n].startswith("state.")
-    }
-    is_bare = bool(params & set(inner.values()))
-    out: dict[str, tuple[PathKey, ...]] = {}
-    for n in every:
-        head, rest = heads[n], rests[n]
-        cut = head in optimizers or (not is_bare and head in MODEL_KEYS)
-        tail: tuple[PathKey, ...] = (head, rest) if cut and rest else (inner[n],)
-        out[n] = (*wrapper.split(".")[:-1], *tail)
-    return out
-
-
-def _wrapper(names: Sequence[str]) -> str:
-    """The first key of every name with its dot ("app."), where it is none of a model's or an optimizer's; else ""."""
-    heads = {n.partition(".")[0] for n in names}
-    head = next(iter(heads)) if len(heads) == 1 else ""
-    if not head or head in (*MODEL_KEYS, *OPTIMIZER_KEYS) or not all("." in n for n in names):
-        return ""
-    below = {n.split(".")[1] for n in names}
-    return f"{head}." if below & set(OPTIMIZER_KEYS) else ""
-
-
-def _lists(tree: Tree) -> Tree:
-    """Dicts whose keys count from 0 are the lists that were saved: only lists have integers in a path."""
-    if not isinstance(tree, dict):
-        return tree
-    inner = {k: _lists(v) for k, v in tree.items()}
-    if inner and all(isinstance(k, int) for k in inner):
-        return [inner[k] for k in sorted(inner)]
-    return inner
