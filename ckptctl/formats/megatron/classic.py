@@ -16,7 +16,7 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.megatron import classic_optimizer, model
 from ckptctl.formats.megatron.collect import Span
 from ckptctl.formats.megatron.facts import Facts, of_namespace
-from ckptctl.formats.megatron.found import Found
+from ckptctl.formats.megatron.found import Found, require_states
 from ckptctl.formats.megatron.groups import Param, parts_of
 from ckptctl.formats.megatron.rankfile import RankFile, opened_file, put
 from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE, Rank, by_rank, model_file, rank_folders
@@ -57,6 +57,8 @@ def read(path: Path, hints: Hints) -> Found:
     if out.stateless:
         out.warnings.append(f"no rank has the optimizer's moments: {OPTIMIZER_FILE} is not there")
     out.tensors = dict(out.whole.tensors())
+    if out.distributed:
+        require_states(out, str(path))
     if out.whole.uncompared:
         out.warnings.append(f"{out.whole.uncompared} large tensors that several ranks hold alike were not compared")
     return out

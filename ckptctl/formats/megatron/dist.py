@@ -23,7 +23,7 @@ from ckptctl.formats.dcp.items import Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
 from ckptctl.formats.megatron import flat, model
 from ckptctl.formats.megatron.facts import of_namespace
-from ckptctl.formats.megatron.found import Found, number_of
+from ckptctl.formats.megatron.found import Found, number_of, require_states
 from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
 from ckptctl.formats.megatron.groups import Part as Chained
 from ckptctl.formats.torchfile.read import open_torch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ckptctl.formats import Hints
 
 COMMON = "common.pt"
-STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq|[a-z_0-9]+)\.(.+)")
+STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z_0-9]+)\.(.+)")
 _KINDS = {"param": "master", "fp32_param": "master"}
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _STACK = re.compile(r"decoder\.layers\.(?!\d)(.+)")
@@ -127,9 +127,7 @@ def _weights(folder: _Folder, out: Found) -> None:
         key = key.removeprefix("module.").removeprefix("model.")
         raw[Key(key, kind)] = folder.tensor(name, Key(key, kind))
     out.has_optimizer = any(k.kind != "weight" for k in raw)
-    natives = [_native(k.name, raw) for k in raw if k.kind == "weight"]
-    natives += [_native(k.name, raw) for k in raw if k.kind != "weight" and Key(k.name) not in raw]
-    made = remade(raw, to_hub(natives))
+    made = remade(raw, to_hub([_native(name, raw) for name in dict.fromkeys(k.name for k in raw)]))
     half = {k.name for k, m in made.items() if k.kind == "weight" and m.tensor.dtype.name != "float32"}
     out.tensors = {
         k: replace(m.tensor, key=k) for k, m in made.items() if not (k.kind == "master" and k.name not in half)
@@ -198,6 +196,8 @@ def _optimizer(tree: Tree, folder: _Folder, out: Found) -> None:
         out.tensors.update(flat.states(folder.index, folder.files, folder.heads, params, out))
     else:
         _require_right(params, folder, out)
+    if out.distributed:
+        require_states(out, NAME)
 
 
 def _parts(tree: Tree, folder: _Folder) -> list[Chained]:
@@ -278,7 +278,7 @@ def _values(root: Mapping[str, Tree], folder: _Folder, out: Found) -> None:
     for key, value in root.items():
         if key in ("args", "checkpoint_version", "content_metadata"):
             out.native[key] = value
-        elif key == "opt_param_scheduler" or key not in ("optimizer", "iteration"):
+        elif key not in ("optimizer", "iteration"):
             out.values[str(key)] = value
     states: dict[tuple[int, ...], Tree] = {}
     lost = []

@@ -210,7 +210,15 @@ def _objects(index: Index, files: DataFiles, mesh: _Mesh, out: Found) -> dict[Ke
             flat = [
                 states for buffers in by_number for states in (buffers.values() if isinstance(buffers, dict) else ())
             ]
-            for states_, (of, placed) in zip(flat, mesh.buffers(pp_rank), strict=False):
+            buffers = list(mesh.buffers(pp_rank))
+            if len(flat) != len(buffers):
+                raise Unsupported(
+                    f"{name} has {len(flat)} buffers, {len(buffers)} by the model's order",
+                    where=NAME,
+                    fix="take the weights alone with --no-optimizer",
+                    code="optimizer-buffers",
+                )
+            for states_, (of, placed) in zip(flat, buffers, strict=True):
                 span_of = partial(Span, file=item.file, opened=opened, reader=reader, base=item.offset)
                 _object_buffer(states_, of, placed, tp_rank, mesh, span_of, whole)
     return {k: replace(t, replicas=()) for k, t in whole.tensors()}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import Group, Optimizer, UnsafeGlobal
+from ckptctl.core.checkpoint import MASTER, Group, Optimizer, UnsafeGlobal
 from ckptctl.core.errors import Damaged
+from ckptctl.core.tensor import Key
 from ckptctl.core.values import Array, Tree
 from ckptctl.formats.megatron import model
 from ckptctl.formats.megatron.collect import Whole
@@ -14,7 +15,7 @@ from ckptctl.formats.megatron.collect import Whole
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ckptctl.core.tensor import Key, Source, Tensor
+    from ckptctl.core.tensor import Source, Tensor
     from ckptctl.formats.megatron.facts import Facts
 
 
@@ -72,6 +73,23 @@ class Found:
                 why=f"{step} here, {said} elsewhere",
                 fix="take all ranks' files from one save",
                 code="ranks-differ",
+            )
+
+
+def require_states(found: Found, where: str) -> None:
+    """Damaged where a distributed optimizer lacks a state of some parameters: it has each kind of every one."""
+    trained = {n for _, names in found.groups for n in names}
+    for kind in sorted({k.kind for k in found.tensors} - {"weight"}):
+        without = [n for n in trained if Key(n, kind) not in found.tensors]
+        if kind == MASTER:  # of a float32 weight it is the weight
+            without = [n for n in without if found.tensors[Key(n)].dtype.name != "float32"]
+        if without:
+            raise Damaged(
+                f"{len(without)} parameters have no {kind}, others have: {min(without, key=model.order)}",
+                where=where,
+                why="the distributed optimizer has one of every parameter",
+                fix="check that every rank's file is there and whole, or take the weights alone with --no-optimizer",
+                code="optimizer-damaged",
             )
 
 

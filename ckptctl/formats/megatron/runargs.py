@@ -102,8 +102,9 @@ def target_facts(
             fp16=dtype == "float16",
             params_dtype=Global("torch", dtype),
             rank=0,
-            transformer_impl="transformer_engine" if choices.layer_spec == "te" else "local",
         )
+    if choices.layer_spec or not source_args(source):
+        args["transformer_impl"] = "transformer_engine" if choices.layer_spec == "te" else "local"
     return Facts(args, "the result's args", source.facts.config or {})
 
 

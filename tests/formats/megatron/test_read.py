@@ -14,6 +14,7 @@ from ckptctl.core.checkpoint import MASTER
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import CkptError, Damaged, MissingFile, Unrecognised
 from ckptctl.core.tensor import Key
+from ckptctl.formats.megatron import classic_optimizer, dist
 from ckptctl.formats.megatron.facts import Facts
 from ckptctl.formats.megatron.groups import parts_of
 from ckptctl.formats.megatron.model import layer_of, local_name
@@ -263,3 +264,55 @@ def test_names_with_endless_numbers_are_names_like_others():
     name = f"decoder.layers.{'9' * 5000}.mlp.linear_fc1.weight"
     assert local_name(name) == name
     assert layer_of(name) is None
+
+
+# ---- state that is not all there -------------------------------------------------------------------------------------
+
+
+def lacking(monkeypatch, module, name, cut):
+    """What a reader's function gives, less a part."""
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *words: cut(real(*words)))
+
+
+@pytest.mark.parametrize("group", [0, 3])
+def test_an_object_of_a_stage_that_is_not_in_the_index_is_missed(group, monkeypatch):
+    name = "megatron/dist_tp2pp2_distopt_dpzero_dp2"
+    shared(name)
+
+    def cut(index):
+        gone = [n for n in index.items if f"dp_group_idx_{group}.param_state" in n or "dp_group_idx_2.param" in n]
+        assert gone
+        index.items = {n: v for n, v in index.items.items() if n not in gone}
+        return index
+
+    lacking(monkeypatch, dist, "read_index", cut)
+    with pytest.raises(CkptError):
+        opened(name)
+
+
+def test_moments_of_a_parameter_that_are_not_in_the_index_are_missed(monkeypatch):
+    name = "megatron/dist_tp2pp2_distopt_full_dp2"
+    shared(name)
+
+    def cut(index):
+        del index.items[next(n for n in index.items if ".exp_avg_sq." in n)]
+        return index
+
+    lacking(monkeypatch, dist, "read_index", cut)
+    with pytest.raises(Damaged, match="have no exp_avg_sq, others have"):
+        opened(name)
+
+
+def test_a_chunk_without_a_buffer_is_missed(monkeypatch):
+    name = "megatron/legacy_tp1pp2_vpp2_distopt_dp2"
+    shared(name)
+
+    def cut(file):
+        if isinstance(file.root, dict) and 1 in file.root:
+            del file.root[1]
+        return file
+
+    lacking(monkeypatch, classic_optimizer, "opened_file", cut)
+    with pytest.raises(Damaged, match="parameters have no"):
+        opened(name)

@@ -195,3 +195,11 @@ def test_a_pipeline_that_counts_the_embedding_as_a_layer():
 def test_layouts_of_pipelines_as_text():
     assert layout_counts("E|(t|)*3,m|m||L", "") == [0, 1, 1, 1, 0, 0, 0, 0]
     assert layout_counts("Ettt|(tt|)*2,m|L", "") == [3, 2, 2, 0, 0]
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+@pytest.mark.parametrize(("spec", "said"), [("te", "transformer_engine"), ("local", "local")])
+def test_args_say_whose_layers_the_names_are(spec, said, form, tmp_path):
+    out = tmp_path / "out"
+    good("reshard", ckpt(CLASSIC), out, "--layer-spec", spec, "--megatron-format", form)
+    assert open_checkpoint(out)[0].native["args"].state["transformer_impl"] == said
