@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged, MissingFile
@@ -43,8 +44,10 @@ def read(path: Path, hints: Hints) -> Found:
         facts = replace(_facts(opened), given=hints.facts.config or {})
     facts.require_known()
     out = Found(facts, "classic")
+    said: dict[str, Tree] = {}
     for rank, file in by_rank(path, facts).items():
-        _rank(path, file, rank, out)
+        said[_name(path, file)] = _rank(path, file, rank, out)
+    _require_own_places(said)
     _require_layers(out, str(path))
     if out.stateless and out.has_optimizer:
         raise MissingFile(
@@ -80,13 +83,14 @@ def _facts(opened: TorchFile) -> Facts:
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def _rank(path: Path, file: Path, rank: Rank, out: Found) -> None:
+def _rank(path: Path, file: Path, rank: Rank, out: Found) -> Tree:
+    """Takes a rank's files. Returns the number that it has in the whole run by its own account, None for none."""
     with ExitStack() as stack:
         reader = stack.enter_context(FileBytes(file, name=_name(path, file)))
         opened = opened_file(reader, out)
         root = opened.root
         if not isinstance(root, dict):
-            return  # unsafe: nothing of it is taken
+            return None  # unsafe: nothing of it is taken
         _require_same_save(root, opened, out)
         here = _model(root, rank, opened, reader, len(out.sources) - 1, out)
         tree = root.get("optimizer")
@@ -103,6 +107,28 @@ def _rank(path: Path, file: Path, rank: Rank, out: Found) -> None:
             else:
                 out.stateless += 1
         _values(root, rank, reader, out)
+        return _facts(opened).args.get("rank")
+
+
+def _require_own_places(said: Mapping[str, Tree]) -> None:
+    """Damaged where ranks, in order of stage, expert- and tensor-parallel rank, are not in the order of the run's.
+
+    Numbers are told apart only where every file has its own: converters write one for all.
+    Source: Megatron-LM core_v0.16.1, core/parallel_state.py, initialize_model_parallel (order tp-cp-ep-dp-pp, or
+    tp-cp-ep-pp-dp); ranks that write have the data-parallel rank 0.
+    """
+    numbers = {file: n for file, n in said.items() if type(n) is int}
+    if len(numbers) < len(said) or len(set(numbers.values())) < len(said):
+        return
+    for (file, number), (after, other) in pairwise(numbers.items()):
+        if number > other:
+            raise Damaged(
+                "ranks' folders have each other's names",
+                where=f"{file}, {after}",
+                why=f"by their args they are of rank {number} and {other} of the run",
+                fix="give the folders their ranks' names, or copy the step again",
+                code="ranks-differ",
+            )
 
 
 def _require_same_save(root: Mapping[Any, Tree], opened: TorchFile, out: Found) -> None:

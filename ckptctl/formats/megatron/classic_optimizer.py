@@ -15,11 +15,15 @@ from ckptctl.formats.megatron.collect import Span
 from ckptctl.formats.megatron.found import Found, number_of
 from ckptctl.formats.megatron.groups import Param, Part, members, settings
 from ckptctl.formats.megatron.rankfile import RankFile, opened_file, put, whole_names
+from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE
 from ckptctl.formats.torchtensor import read_array
 
 if TYPE_CHECKING:
     from ckptctl.formats.bytesource import FileBytes
     from ckptctl.formats.torchfile.read import TorchFile
+
+_SAMPLE_NUMEL = 1024
+"""Elements that are compared at the beginning, and at the end, of each weight."""
 
 
 def _grouped(part: Part, found: list[list[Param]], here: RankFile, out: Found) -> None:
@@ -146,8 +150,30 @@ def _buffer(
         span = Span(value, number, opened, reader)
         for p in params:
             if kind == "master" and p.dtype == "float32":
+                _require_weight(p, span, placed.joined(slot_name(p)), here)
                 continue  # the weight itself: in float32 the run updates it in place
             put(p.name, p.chunk, kind, span, placed.joined(slot_name(p)), p.shape, here, out)
+
+
+def _require_weight(param: Param, span: Span, offset: int, here: RankFile) -> None:
+    """Damaged where the optimizer's copy of a float32 weight is not that weight, at its beginning or its end.
+
+    Nothing else in a file of buffers says whose it is: another rank's has the same names and sizes.
+    """
+    weight = Span(here.refs[param.chunk, param.name], here.number, here.opened, here.reader)
+    n, total = min(_SAMPLE_NUMEL, weight.ref.numel), weight.ref.numel
+    if weight.dtype != span.dtype:
+        return
+    for first in {0, total - n}:
+        if weight.elements(first, n) != span.elements(offset + first, n):
+            raise Damaged(
+                f"the optimizer's copy of {param.name} is not that weight",
+                where=f"{span.opened.path}, {here.opened.path}",
+                why="the buffers are another rank's or another save's, or the weights were changed apart from them",
+                fix=f"copy the folders of all ranks again, from one save; without {OPTIMIZER_FILE} in any of them the "
+                "weights are read alone",
+                code="masters-differ",
+            )
 
 
 def _require_in_place(params: list[Param], placed: Buffer, here: RankFile) -> None:

@@ -48,6 +48,11 @@ class Span:
             return record.crc
         return crc32(self.reader.read(self._inner + offset * item, nbytes)) if nbytes <= COMPARED_NBYTES else None
 
+    def elements(self, first: int, numel: int) -> bytes:
+        """The bytes of some of its elements."""
+        item = self.dtype.itemsize
+        return self.reader.read(self._inner + first * item, numel * item)
+
 
 class Whole:
     """Tensors by key while ranks' parts are added."""

@@ -187,6 +187,43 @@ def test_ranks_of_different_iterations_are_refused(tmp_path):
         opened(TIED, run)
 
 
+def swapped(folder, a, b):
+    (folder / a).rename(folder / "aside")
+    (folder / b).rename(folder / a)
+    (folder / "aside").rename(folder / b)
+
+
+FLOAT32 = "megatron/legacy_tp2pp2_distopt_dp2"
+SWAPS = [(CLASSIC, "mp_rank_00", "mp_rank_01"), (TIED, "mp_rank_00_001", "mp_rank_01_001")]
+SWAPS += [
+    (FLOAT32, "mp_rank_00_000", "mp_rank_01_000"),
+    ("megatron/mixtral_legacy_ep2", "mp_rank_00_000", "mp_rank_00_001"),
+]
+
+
+@pytest.mark.parametrize(("name", "a", "b"), SWAPS)
+def test_folders_under_each_other_s_names_are_refused(name, a, b, tmp_path):
+    run = copied(name, tmp_path)
+    swapped(run / "iter_0000003", a, b)
+    with pytest.raises(CkptError) as caught:
+        opened(name, run)
+    assert caught.value.code == "ranks-differ"
+    assert a in caught.value.where
+
+
+def test_buffers_of_another_rank_are_refused(tmp_path):
+    """A float32 run's buffers say whose they are by its copies of the weights alone."""
+    run = copied(FLOAT32, tmp_path)
+    file = "distrib_optim.pt"
+    swapped(run / "iter_0000003", f"mp_rank_00_001/{file}", f"mp_rank_01_001/{file}")
+    with pytest.raises(CkptError) as caught:
+        opened(FLOAT32, run)
+    assert caught.value.code == "masters-differ"
+    for at in (run / "iter_0000003").glob(f"*/{file}"):
+        at.unlink()
+    assert opened(FLOAT32, run).optimizer is None
+
+
 def test_optimizer_of_some_ranks_is_refused_of_none_is_told(tmp_path):
     run = copied(CLASSIC, tmp_path)
     (run / "iter_0000003" / "mp_rank_01" / "distrib_optim.pt").unlink()
