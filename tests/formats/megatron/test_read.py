@@ -207,7 +207,8 @@ def test_folders_under_each_other_s_names_are_refused(name, a, b, tmp_path):
     swapped(run / "iter_0000003", a, b)
     with pytest.raises(CkptError) as caught:
         opened(name, run)
-    assert caught.value.code == "ranks-differ"
+    # where replicated norms differ by what each rank trained, that is seen first
+    assert caught.value.code in ("ranks-differ", "replicas-differ")
     assert a in caught.value.where
 
 
