@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptctl.operations.comparing import Comparison, diff
-    from ckptctl.operations.content import Conversion
+    from ckptctl.operations.conversion import Conversion
     from ckptctl.operations.converting import convert
     from ckptctl.operations.inspecting import inspect, ls
     from ckptctl.operations.opening import Reading, open_checkpoint
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Comparison": "comparing",
     "diff": "comparing",
-    "Conversion": "content",
+    "Conversion": "conversion",
     "Running": "running",
     "convert": "converting",
     "reshard": "resharding",

@@ -17,7 +17,7 @@ from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import Key, Tensor
 from ckptctl.names import head_and_embedding, is_tied
 from ckptctl.operations.comparing_state import compare_optimizers, compare_values
-from ckptctl.operations.content import WEIGHT_CHOICES
+from ckptctl.operations.conversion import WEIGHT_CHOICES
 from ckptctl.operations.differences import Found
 from ckptctl.operations.measuring import Measure, stats_of
 from ckptctl.operations.namesakes import renamed

@@ -9,88 +9,21 @@ without a word.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import ADAPTER, EMA, MASTER, OTHER, WEIGHTS, Checkpoint, Optimizer, is_state, part_of
-from ckptctl.core.dtype import BY_NAME, DType
-from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported, Usage
-from ckptctl.core.tensor import Key, Tensor
+from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported
 from ckptctl.core.values import Record, Tree, holds_array
-from ckptctl.formats import TARGETS
-from ckptctl.formats.target import Content, Item, Line, Target
-from ckptctl.names import absent_head, head_and_embedding, is_tied, quantized_by_names
-from ckptctl.operations.opening import require_data, require_names
+from ckptctl.formats.target import Content, Item, Line
+from ckptctl.names import absent_head
+from ckptctl.operations.opening import require_names
+from ckptctl.operations.weights import chosen, chosen_weights, require_movable, tied_pair
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-DTYPE_CHOICES = ("source", "float32", "bfloat16", "float16")
-WEIGHT_CHOICES = ("model", "master")
-NAME_CHOICES = ("module5", "module4", "disk")
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What a conversion is to make. The defaults are those of the command line."""
-
-    to: str
-    dtype: str = "source"
-    weights: str = "model"
-    no_optimizer: bool = False
-    only: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    trainable_only: bool = False
-    max_shard_size: str = "5GB"
-    dp: int | None = None
-    tp: int | None = None
-    index_keys: bool = False
-    bare: bool = False
-    merge_adapter: tuple[str, ...] = ()
-    """Folders of adapters that are merged into the weights, in order."""
-    names: str | None = None
-    module_prefix: str | None = None
-    zero_stage: int | None = None
-    universal: bool = False
-    pp: int | None = None
-    vpp: int | None = None
-    ep: int | None = None
-    megatron_format: str | None = None
-    optimizer: str | None = None
-    vocab_divisor: int | None = None
-    layer_spec: str | None = None
-
-    @property
-    def target(self) -> Target:
-        """What the target can hold. Only once check_flags has seen that there is such a one."""
-        return TARGETS[self.to]
-
-
-LAYOUT_FLAGS = (
-    "dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "layer_spec", "index_keys", "bare",
-    "names", "module_prefix", "zero_stage", "universal",
-)  # fmt: skip
-"""Fields of Conversion that are not for every target. max_shard_size has a default: it never contradicts."""
-
-
-def check_flags(wanted: Conversion) -> None:
-    """Usage for flags that do not exist or contradict each other."""
-    if wanted.to not in TARGETS:
-        raise Usage(f"--to {wanted.to}: there is no such target", fix=f"this version writes {', '.join(TARGETS)}")
-    if wanted.dtype not in DTYPE_CHOICES:
-        raise Usage(f"--dtype {wanted.dtype}: there is no such choice", fix=f"one of {', '.join(DTYPE_CHOICES)}")
-    if wanted.weights not in WEIGHT_CHOICES:
-        raise Usage(f"--weights {wanted.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
-    if wanted.zero_stage not in (None, 1, 2, 3):
-        raise Usage(f"--zero-stage {wanted.zero_stage}: there is no such stage to write", fix="one of 1, 2, 3")
-    if wanted.names not in (None, *NAME_CHOICES):
-        raise Usage(f"--names {wanted.names}: there is no such choice", fix=f"one of {', '.join(NAME_CHOICES)}")
-    for name in LAYOUT_FLAGS:
-        if getattr(wanted, name) and name not in wanted.target.flags:
-            flag = f"--{name.replace('_', '-')}"
-            takers = ", ".join(t for t, target in TARGETS.items() if name in target.flags)
-            raise Usage(f"{flag} is for --to {takers}, not for --to {wanted.to}", fix=f"leave {flag} out")
+    from ckptctl.operations.conversion import Conversion
 
 
 def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = False) -> tuple[Content, list[Line]]:
@@ -112,7 +45,7 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
             code="several-models",
         )
     lines: list[Line] = []
-    weights = _weights(source, wanted, lines)
+    weights = chosen_weights(source, wanted, lines)
     states = {
         (k.name, k.kind): Item(k, t, t.dtype) for k, t in source.tensors.items() if is_state(k) and k.kind != OTHER
     }
@@ -124,7 +57,7 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
         held = {}
     if keep:
         _refuse_averages(states, source, wanted)
-        _movable(states.values())
+        require_movable(states.values())
         states = _selected_states(states, weights, source, wanted, lines)
         states = _masters_once(states, weights, lines)
         optimizer = _selected_groups(source.optimizer, weights, states, wanted)
@@ -137,7 +70,7 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
     collapsed = _collapsed(source, weights, wanted, lines)
     made = _second_name(source, weights, wanted, lines)
     ties = {a: o for a, o in source.ties.items() if a in weights and o in weights and a not in collapsed} | made
-    _movable(held.values())
+    require_movable(held.values())
     own = [f.path for f in source.files if f.role == "own"]
     if own and wanted.to != source.format:
         lines.append(Line("other files", "dropped", f"{', '.join(own)}: {wanted.target.called} has no place for it"))
@@ -147,7 +80,7 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
 
 def _model_values(source: Checkpoint, wanted: Conversion) -> dict[str, Tree]:
     """What stands among the weights and is no tensor. Unsupported where a target would lose a tensor inside it."""
-    chosen = {n: v for n, v in source.model_values.items() if _chosen(n, wanted)}
+    chosen = {n: v for n, v in source.model_values.items() if chosen(n, wanted)}
     if not wanted.target.is_folder_of_weights:
         return chosen
     for name, value in chosen.items():
@@ -159,152 +92,6 @@ def _model_values(source: Checkpoint, wanted: Conversion) -> dict[str, Tree]:
                 fix=f"leave it out with --exclude '{name}', or convert to torch or dcp",
             )
     return {}
-
-
-def _matches(name: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, g) for g in globs)
-
-
-def _chosen(name: str, wanted: Conversion) -> bool:
-    return (not wanted.only or _matches(name, wanted.only)) and not _matches(name, wanted.exclude)
-
-
-def _weights(source: Checkpoint, wanted: Conversion, lines: list[Line]) -> dict[str, Item]:
-    out: dict[str, Item] = {}
-    left, masters, untrained = 0, 0, 0
-    updated = _updated(source)
-    for key, tensor in source.tensors.items():
-        if key.kind not in WEIGHTS:
-            continue
-        if not _chosen(key.name, wanted):
-            left += 1
-            continue
-        if wanted.trainable_only and key.name not in updated:
-            untrained += 1
-            continue
-        owner = source.ties.get(key.name, key.name)
-        master = source.tensors.get(Key(owner, MASTER)) if wanted.weights == "master" else None
-        masters += master is not None and owner == key.name
-        used = master or tensor
-        out[key.name] = Item(used.key, used, _dtype(used, wanted.dtype))
-    _unmatched(source, wanted)
-    if not out:
-        raise MissingFact(
-            "no weight is left to write",
-            why=f"{left} are left out by --only and --exclude, {untrained} by --trainable-only",
-            fix="check the patterns with `ckptctl ls`",
-            code="no-tensors",
-        )
-    _movable(out.values())
-    require_data(source, out)
-    casts: Counter[tuple[str, str]] = Counter()
-    for item in out.values():
-        if item.dtype.name != item.tensor.held.name:
-            casts[item.tensor.held.name, item.dtype.name] += 1
-    small = sum(i.dtype.name.startswith("float") and not i.dtype.is_float for i in out.values())
-    nbytes = sum(i.nbytes for i in out.values())
-    taken = f"{len(out)} tensors, {nbytes} bytes"
-    if wanted.weights == "master":
-        taken += f"; {masters} masters, {len(out) - masters} weights as stored"
-    merged = sum(i.tensor.made is not None for i in out.values())
-    if merged:
-        taken += f"; {merged} of them merged with an adapter"
-    derived = sum(i.tensor.cast_from is not None for i in out.values())
-    if derived:
-        taken += f"; {derived} are stored as masters only"
-    if casts:
-        how = ", ".join(f"{n} cast {a} -> {b}, {_how(a, b)}" for (a, b), n in casts.items())
-        lines.append(Line("weights", "converted", f"{taken}; {how}"))
-    else:
-        lines.append(Line("weights", "converted" if merged else "carried", taken))
-    if small and wanted.dtype != "source":
-        lines.append(
-            Line("weights", "carried", f"{small} tensors of less than 16 bits keep their type: --dtype is not for them")
-        )
-    if left:
-        lines.append(Line("weights", "dropped", f"{left} tensors, left out by --only or --exclude"))
-    if untrained:
-        lines.append(
-            Line("weights", "dropped", f"{untrained} tensors that the optimizer does not update (--trainable-only)")
-        )
-    if source.quantized:
-        _together(source, out)
-        if wanted.dtype != "source":
-            raise Unsupported(
-                f"--dtype {wanted.dtype}: the weights are quantized ({source.quantized})",
-                why="their numbers mean nothing without their scales",
-                fix="leave --dtype out: they are copied byte for byte",
-            )
-        lines.append(Line("quantization", "carried", f"{source.quantized}: packed tensors are copied byte for byte"))
-    return out
-
-
-def _together(source: Checkpoint, weights: dict[str, Item]) -> None:
-    """Mark the tensors of each quantized weight as one module. Unsupported where some of its tensors are left out."""
-    _, modules = quantized_by_names(k.name for k in source.tensors if k.kind in WEIGHTS)
-    taken = {m for n, m in modules.items() if n in weights}
-    for name, module in modules.items():
-        if name in weights:
-            weights[name] = replace(weights[name], module=module)
-        elif module in taken:
-            raise Unsupported(
-                f"{name} is left out, and other tensors of {module} are not",
-                where=source.root,
-                why=f"the weight is quantized ({source.quantized}): its numbers mean nothing without their scales",
-                fix=f"leave out all of them, '{module}.*', or none",
-                code="quantized-parts",
-            )
-
-
-def _updated(source: Checkpoint) -> set[str]:
-    """Weights that the optimizer updates: those with state, and the other names of the same weight."""
-    out = {k.name for k in source.tensors if is_state(k) and k.kind not in (OTHER, EMA)}
-    pairs = list(source.ties.items())
-    pair = tied_pair(source, {k.name: k for k in source.tensors if k.kind in WEIGHTS})
-    for alias, owner in [*pairs, *([pair] if pair else [])]:
-        if alias in out or owner in out:
-            out |= {alias, owner, *(a for a, o in pairs if o == owner)}
-    return out
-
-
-_EXACT = {
-    ("bfloat16", "float32"),
-    ("float16", "float32"),
-    ("bfloat16", "float64"),
-    ("float16", "float64"),
-    ("float32", "float64"),
-}
-
-
-def _how(source: str, target: str) -> str:
-    """What a cast does to values."""
-    if (source, target) in _EXACT:
-        return "exact"
-    beyond = ", values beyond its range become infinite" if target == "float16" else ""
-    return f"rounded to nearest even{beyond}"
-
-
-def _unmatched(source: Checkpoint, wanted: Conversion) -> None:
-    """A pattern that matches nothing is a typing mistake more often than not."""
-    names = [*(k.name for k in source.tensors if k.kind in WEIGHTS), *source.model_values]
-    for flag, globs in (("--only", wanted.only), ("--exclude", wanted.exclude)):
-        for g in globs:
-            if not any(fnmatchcase(n, g) for n in names):
-                raise Usage(f"{flag} {g!r} matches no tensor", fix="see the names with `ckptctl ls`")
-
-
-def _dtype(tensor: Tensor, choice: str) -> DType:
-    return tensor.dtype if choice == "source" or not tensor.dtype.is_float else BY_NAME[choice]
-
-
-def _movable(items: object) -> None:
-    for item in items:  # type: ignore[attr-defined]
-        if item.tensor.why_unsupported:
-            raise Unsupported(
-                f"{item.key.name} ({item.key.kind}) cannot be moved",
-                why=item.tensor.why_unsupported,
-                fix=f"leave it out with --exclude '{item.key.name}'",
-            )
 
 
 def _refuse_losing(source: Checkpoint, wanted: Conversion, states: Mapping[tuple[str, str], Item]) -> None:
@@ -338,7 +125,7 @@ def _selected_states(
     lines: list[Line],
 ) -> dict[tuple[str, str], Item]:
     names = {k.name for k in source.tensors if k.kind in WEIGHTS}
-    kept = {k: i for k, i in states.items() if k[0] in weights or (k[0] not in names and _chosen(k[0], wanted))}
+    kept = {k: i for k, i in states.items() if k[0] in weights or (k[0] not in names and chosen(k[0], wanted))}
     if len(kept) < len(states):
         lines.append(
             Line("optimizer state", "dropped", f"{len(states) - len(kept)} tensors of weights that are left out")
@@ -490,21 +277,13 @@ def _second_name(source: Checkpoint, weights: dict[str, Item], wanted: Conversio
         if config and not wanted.target.is_folder_of_weights
         else None
     )
-    if pair is None or pair[1] not in weights or not _chosen(pair[0], wanted):
+    if pair is None or pair[1] not in weights or not chosen(pair[0], wanted):
         return {}
     weights[pair[0]] = weights[pair[1]]
     lines.append(
         Line("tied weights", "filled", f"{pair[0]} is {pair[1]} (tie_word_embeddings): written under both names")
     )
     return {pair[0]: pair[1]}
-
-
-def tied_pair(source: Checkpoint, names: Mapping[str, object]) -> tuple[str, str] | None:
-    """(head, embedding) where the config ties them and both are there under their own bytes or one's."""
-    config = source.facts.config
-    if config is None or not is_tied(config):
-        return None
-    return head_and_embedding(names)
 
 
 def _collapsed(

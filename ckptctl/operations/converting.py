@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from ckptctl.core.errors import Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.formats.target import Choices
-from ckptctl.operations.content import check_flags, content_of
+from ckptctl.operations.content import content_of
+from ckptctl.operations.conversion import check_flags
 from ckptctl.operations.merging import merged
 from ckptctl.operations.naming import for_target, named_for
 from ckptctl.operations.opening import fingerprint, given_order, open_movable
@@ -17,7 +18,7 @@ from ckptctl.operations.running import Running, budget_of, require_apart, run_pl
 
 if TYPE_CHECKING:
     from ckptctl.formats.target import Line
-    from ckptctl.operations.content import Conversion
+    from ckptctl.operations.conversion import Conversion
     from ckptctl.operations.opening import Reading
     from ckptctl.operations.running import Document, OnProgress
 

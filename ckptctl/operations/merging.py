@@ -18,11 +18,13 @@ from ckptctl.formats.hf.lora import require_plain, scale
 from ckptctl.formats.target import Line
 from ckptctl.names import absent_head, is_tied
 from ckptctl.names.table import table
-from ckptctl.operations.content import Conversion, tied_pair
 from ckptctl.operations.opening import open_checkpoint, require_one_source, require_safe, require_tensors
+from ckptctl.operations.weights import tied_pair
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from ckptctl.operations.conversion import Conversion
 
 
 @dataclass

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ckptctl.core.tensor import Tensor
-    from ckptctl.operations.content import Conversion
+    from ckptctl.operations.conversion import Conversion
 
 
 def naming_of(checkpoint: Checkpoint) -> str:

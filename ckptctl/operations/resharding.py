@@ -10,7 +10,8 @@ from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Choices
-from ckptctl.operations.content import Conversion, check_flags, content_of
+from ckptctl.operations.content import content_of
+from ckptctl.operations.conversion import Conversion, check_flags
 from ckptctl.operations.opening import Reading, fingerprint, given_order, open_movable
 from ckptctl.operations.planning import planned_job
 from ckptctl.operations.running import Running, budget_of, require_apart, run_planned, source_document

@@ -15,7 +15,8 @@ from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.formats import TARGETS
 from ckptctl.formats.carry import Carried
 from ckptctl.formats.target import Choices, Line, Written
-from ckptctl.operations.content import Conversion, content_of
+from ckptctl.operations.content import content_of
+from ckptctl.operations.conversion import Conversion
 from ckptctl.operations.opening import fingerprint, open_movable
 from ckptctl.operations.parts import Kept, kept, without
 from ckptctl.operations.planning import planned_job
