@@ -6,13 +6,15 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from tests.support.hub_server import Handler, decode, is_large
 from tests.support.hub_state import Entry, Pull, Refused, Repo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def whoami(h: Handler) -> None:
@@ -97,17 +99,10 @@ def refs(h: Handler) -> None:
 
 
 def commits(h: Handler) -> None:
-    listed = []
-    for one in h.repo().history(h.names[5]):
-        listed.append(
-            {
-                "id": one.oid,
-                "title": one.title,
-                "message": one.text,
-                "date": one.date,
-                "authors": [{"user": h.hub.user}],
-            }
-        )
+    listed = [
+        {"id": one.oid, "title": one.title, "message": one.text, "date": one.date, "authors": [{"user": h.hub.user}]}
+        for one in h.repo().history(h.names[5])
+    ]
     h.json(listed)
 
 

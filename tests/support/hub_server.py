@@ -22,15 +22,17 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from tests.support.hub_state import Entry, HubState, Refused, Repo
 from tests.support.hub_xet import XetStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 LARGE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".npy", ".npz", ".zip", ".model", ".parquet")
@@ -101,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         except (ConnectionError, TimeoutError):
             self.close_connection = True
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = serve
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = serve  # noqa: N815 (the base class's names)
 
     def answer(self) -> None:
         act = self.fault.act if self.fault else None
@@ -162,7 +164,8 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body: bytes = b"", status: int = 200, headers: dict[str, str] | None = None) -> None:
         self.seen.status = status
         if self.fault and self.fault.act == "lose":
-            return self.hang_up()
+            self.hang_up()
+            return
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)

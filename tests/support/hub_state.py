@@ -9,7 +9,10 @@ import hashlib
 import itertools
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Refused(Exception):

@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RECORD = 48  # bytes of every record of a shard
 HEADER = 48
