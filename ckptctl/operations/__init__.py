@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ckptctl.operations.showing import show
     from ckptctl.operations.stripping import strip
     from ckptctl.operations.validating import Validation, validate
+    from ckptctl.operations.verify.batches import Wanted as Batches
+    from ckptctl.operations.verify.verifying import Verification, parse_rates
+    from ckptctl.operations.verify.verifying import verify as verify_training
 
 _HOME = {
     "Comparison": "comparing",
@@ -35,27 +38,37 @@ _HOME = {
     "strip": "stripping",
     "Validation": "validating",
     "validate": "validating",
+    "Batches": "verify.batches",
+    "Verification": "verify.verifying",
+    "parse_rates": "verify.verifying",
+    "verify_training": "verify.verifying",
 }
+_OTHERWISE = {"Batches": "Wanted", "verify_training": "verify"}
+"""Names that are others at home. `verify` here is the package."""
 
 __all__ = [
+    "Batches",
     "Comparison",
     "Conversion",
     "Reading",
     "Running",
     "Validation",
+    "Verification",
     "convert",
     "diff",
     "inspect",
     "ls",
     "open_checkpoint",
+    "parse_rates",
     "reshard",
     "show",
     "strip",
     "validate",
+    "verify_training",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), _OTHERWISE.get(name, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,3 +38,10 @@ def progress(*, enabled: bool) -> Iterator[Callable[[Any], None] | None]:
             bar.update(task, total=state.total_nbytes, completed=state.done_nbytes, memory=memory)
 
         yield update
+
+
+def saying(*, enabled: bool) -> Callable[[str], None] | None:
+    """A function that says on stderr what is being done, or None where there is nobody to see it."""
+    if not enabled or not sys.stderr.isatty():
+        return None
+    return lambda line: print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from ckptctl.report import text
+from ckptctl.report.verify import verify
 
 RENDERERS = {
     "ckptctl.inspect": text.inspect,
@@ -15,6 +16,7 @@ RENDERERS = {
     "ckptctl.reshard": text.convert,
     "ckptctl.diff": text.diff,
     "ckptctl.strip": text.strip,
+    "ckptctl.verify": verify,
 }
 
 

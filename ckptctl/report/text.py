@@ -93,6 +93,10 @@ def _pairs(pairs: Sequence[tuple[str, Any]]) -> None:
         sys.stdout.write(f"{key:<{width}}  {_clean(str(value))}\n")
 
 
+table, pairs, clean = _table, _pairs, _clean
+"""For the texts that stand in modules of their own."""
+
+
 def inspect(d: Document, verbose: bool = False) -> None:
     """The text of `inspect`."""
     layout = ", ".join(f"{k} {v}" for k, v in d["layout"].items() if v)

@@ -1,0 +1,86 @@
+"""ckptctl verify."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptctl import operations, report
+from ckptctl.cli import options
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+
+    @app.command(epilog="Example: ckptctl verify runs/step_300 out --model-config runs/config.json")
+    def verify(
+        a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
+        b: Annotated[
+            Path | None,
+            typer.Argument(
+                metavar="[B]",
+                help="Another that should train on alike. Without it, A against its own records.",
+                show_default=False,
+            ),
+        ] = None,
+        steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to train.")] = 1,
+        batch: Annotated[
+            Path | None,
+            typer.Option("--batch", help="Token batches, one a step: .npz, .safetensors or .json.", metavar="FILE"),
+        ] = None,
+        data: Annotated[
+            Path | None, typer.Option("--data", help="Text to train on: JSON lines with a text each.", metavar="JSONL")
+        ] = None,
+        tokenizer: Annotated[
+            Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer for --data.", metavar="DIR")
+        ] = None,
+        batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows of a batch.")] = 4,
+        seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens of a row.")] = 32,
+        seed: Annotated[int, typer.Option("--seed", min=0, help="Draws the tokens, and dropout.")] = 1234,
+        device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+        dtype: Annotated[
+            str, typer.Option("--dtype", help="Type to compute in: auto (the weights'), fp32, bf16 or fp16.")
+        ] = "auto",
+        layers: Annotated[
+            int | None, typer.Option("--layers", help="Take only the model's first layers.", metavar="N")
+        ] = None,
+        offload: Annotated[
+            bool, typer.Option("--offload", help="Keep no optimizer state on the device between steps.")
+        ] = False,
+        lr: Annotated[
+            str | None,
+            typer.Option("--lr", help="Learning rates of the steps, the last for all that follow.", metavar="X,..."),
+        ] = None,
+        clip_grad: Annotated[
+            float, typer.Option("--clip-grad", min=0.0, help="Largest norm of the gradient; 0: any.", metavar="X")
+        ] = 0.0,
+        no_optimizer: Annotated[
+            bool, typer.Option("--no-optimizer", help="Loss, logits and gradients alone; no update.")
+        ] = False,
+        model_config: options.MODEL_CONFIG = None,
+        param_order: options.PARAM_ORDER = None,
+        module: options.MODULE = None,
+        key_map: options.KEY_MAP = None,
+        memory: options.MEMORY = "512MiB",
+        json: options.JSON = False,
+        quiet: options.QUIET = False,
+        no_progress: options.NO_PROGRESS = False,
+    ) -> int:
+        """Train the next step from a checkpoint, or two, and compare. Exit 0 equal, 1 not. Needs ckptctl[verify]."""
+        reading = operations.Reading(model_config, None, None, param_order, module, key_map)
+        what = operations.Verification(
+            steps=steps,
+            batch=operations.Batches(batch, data, tokenizer, batch_size, seq_len, seed),
+            device=device,
+            dtype=dtype,
+            layers=layers,
+            memory=memory,
+            offload=offload,
+            lr=operations.parse_rates(lr),
+            clip=clip_grad,
+            no_optimizer=no_optimizer,
+        )
+        say = report.saying(enabled=not (quiet or no_progress or json))
+        result = operations.verify_training(a, b, what, reading, progress=say)
+        report.show(result, as_json=json, quiet=quiet)
+        return 0 if result["equal"] else 1

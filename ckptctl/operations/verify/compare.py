@@ -1,0 +1,224 @@
+"""Two records of the same steps: whether they are equal, and what differs, in the model's order. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.checkpoint import MASTER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptctl.operations.verify.forms import Unlike
+    from ckptctl.operations.verify.record import Record, Trained
+
+Document = dict[str, Any]
+
+LOSS: dict[str, float] = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-3, "float16": 2e-3}
+"""By the type that is computed in, how far apart two losses may be that are not of equal bits by right."""
+RELATIVE: dict[str, float] = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-8}
+"""By the narrowest type of a state, how far apart its numbers may be after the steps, over the tensor's largest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a comparison came to. first is the first parameter whose update differs, in the model's order."""
+
+    differences: list[Document] = field(default_factory=list)
+    compared: dict[str, int] = field(default_factory=dict)
+    first: Document | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """How two runs are compared: bit for bit, or within tolerances. exact is for what is the same type on both sides.
+
+    widths has for (name, kind) the narrowest type where the sides hold it in two: within tolerance, and said.
+    """
+
+    dtype: str
+    exact: bool = True
+    widths: dict[str, str] = field(default_factory=dict)
+    """By parameter: the narrowest type of its state, where the sides update it in different ones."""
+
+    @property
+    def described(self) -> Document:
+        """For the report."""
+        if self.exact and not self.widths:
+            return {"mode": "bits", "why": "state of one type on both sides: the same step has the same bits"}
+        out: Document = {"mode": "tolerance", "loss": LOSS[self.dtype]}
+        if self.widths:
+            narrow = sorted(set(self.widths.values()))
+            out["relative"] = {w: RELATIVE[w] for w in narrow}
+            out["why"] = (
+                f"{len(self.widths)} parameters are updated in different types on the two sides: the state before the "
+                "step is compared bit for bit, what the step makes of it within the narrower type's rounding"
+            )
+        else:
+            out["relative"] = {self.dtype: RELATIVE[self.dtype]}
+            out["why"] = "the sides were computed by different programs"
+        return out
+
+
+def compare(a: Record, b: Record, measure: Measure, unlike: Sequence[Unlike] = ()) -> Judged:
+    """Everything that differs between two runs of the same batches. unlike is what their headers showed."""
+    out: list[Document] = []
+    compared: Counter[str] = Counter()
+    order = [*a.parameters, *(n for n in b.parameters if n not in a.parameters)]
+    by_name: dict[str, list[Document]] = {}
+    for u in unlike:
+        by_name.setdefault(u.name, []).append(_found(u.name, u.kind, u.what, u.detail))
+    for alias, owner in sorted({*a.untied, *b.untied}):
+        sides = [word for word, r in (("a", a), ("b", b)) if (alias, owner) in r.untied]
+        detail = f"the model has one tensor for it and {owner}; in {' and '.join(sides)} they have different bytes"
+        by_name.setdefault(owner, []).append(_found(alias, "weight", "untied", detail))
+    first: Document | None = None
+    for name in [*order, *(n for n in by_name if n not in order)]:
+        out += by_name.get(name, [])
+        x, y = a.parameters.get(name), b.parameters.get(name)
+        if x is None or y is None:
+            if x is not y and not by_name.get(name):
+                out.append(_found(name, "weight", "only-in-a" if y is None else "only-in-b"))
+            continue
+        out += _state(x, y, compared)
+        updates = _updates(x, y, measure, compared)
+        out += updates
+        if first is None and (updates or by_name.get(name)):
+            first = (updates or by_name[name])[0]
+    out += _numbers(a, b, measure, compared)
+    return Judged(out, dict(compared), first)
+
+
+def _state(x: Trained, y: Trained, compared: Counter[str]) -> list[Document]:
+    """What was loaded, bit for bit; steps and settings by value."""
+    out = []
+    for kind in [*x.before, *(k for k in y.before if k not in x.before)]:
+        compared[kind] += 1
+        if kind not in x.before or kind not in y.before:
+            if kind in x.before or kind in y.before:
+                out.append(_found(x.name, kind, "only-in-a" if kind in x.before else "only-in-b"))
+        elif x.before[kind] != y.before[kind]:
+            out.append(_found(x.name, kind, "value", "other elements before the step"))
+    if x.settings is not None or y.settings is not None:
+        compared["step"] += 1
+        if x.step_before != y.step_before:
+            out.append(_found(x.name, "step", "value", f"{_n(x.step_before)} and {_n(y.step_before)} updates so far"))
+        compared["group settings"] += 1
+        out += _settings(x, y)
+    return out
+
+
+def _settings(x: Trained, y: Trained) -> list[Document]:
+    if x.settings is None or y.settings is None:
+        return [_found(x.name, "group", "only-in-a" if y.settings is None else "only-in-b", "trained on one side only")]
+    unlike = [
+        f"{k}: {x.settings.get(k, 'absent')} and {y.settings.get(k, 'absent')}"
+        for k in sorted({*x.settings, *y.settings})
+        if not _alike(x.settings.get(k), y.settings.get(k))
+    ]
+    return [_found(x.name, "group", "value", "; ".join(unlike))] if unlike else []
+
+
+def _alike(p: Any, q: Any) -> bool:
+    if isinstance(p, (list, tuple)) and isinstance(q, (list, tuple)):
+        return len(p) == len(q) and all(_alike(s, t) for s, t in zip(p, q, strict=True))
+    return bool(p == q)
+
+
+def _updates(x: Trained, y: Trained, measure: Measure, compared: Counter[str]) -> list[Document]:
+    """Gradient norms, and what the step made of the parameter."""
+    out = []
+    compared["gradient norm"] += 1
+    for number, (p, q) in enumerate(zip(x.gradient_norms, y.gradient_norms, strict=False)):
+        if p != q and not (measure.dtype and _near(p, q, measure, number)):
+            out.append(_found(x.name, "gradient", "value", f"step {number + 1}: norm {_n(p)} and {_n(q)}"))
+            break
+    width = measure.widths.get(x.name)
+    for kind in [*x.after, *(k for k in y.after if k not in x.after)]:
+        if kind not in x.after or kind not in y.after:
+            if kind == MASTER and (width is not None or not measure.exact):
+                continue  # the side without one updates the weight itself
+            if kind == MASTER and _same_master(x, y):
+                continue
+            out.append(_found(x.name, kind, "only-in-a" if kind in x.after else "only-in-b", "after the step"))
+            continue
+        compared[f"updated {kind}"] += 1
+        if x.after[kind] == y.after[kind]:
+            continue
+        gap, at, scale = _gap(x.samples.get(kind, []), y.samples.get(kind, []))
+        if not measure.exact or width is not None:
+            allowed = RELATIVE[width or measure.dtype] * scale
+            if gap <= allowed:
+                continue
+        detail = f"after the step, by up to {gap:.3g} in {len(x.samples.get(kind, []))} elements looked at"
+        out.append(
+            _found(x.name, f"updated {kind}", "value", detail + (f", the first of them number {at}" if gap else ""))
+        )
+    return out
+
+
+def _same_master(x: Trained, y: Trained) -> bool:
+    """A side that keeps no master updates its float32 weight: that has the other's master's bits."""
+    with_master, without = (x, y) if MASTER in x.after else (y, x)
+    return with_master.after[MASTER] == without.after.get("weight")
+
+
+def _near(p: float | None, q: float | None, measure: Measure, number: int) -> bool:
+    """Norms of steps after the first follow updates that may differ by rounding."""
+    if p is None or q is None or (measure.exact and not measure.widths) or (number == 0 and measure.exact):
+        return False
+    width = next(iter(sorted(set(measure.widths.values()))), measure.dtype)
+    return math.isclose(p, q, rel_tol=16 * RELATIVE[width], abs_tol=1e-8)
+
+
+def _gap(p: Sequence[float], q: Sequence[float]) -> tuple[float, int, float]:
+    """(largest distance, the first sample that differs, largest number) of two tensors' samples."""
+    worst, first, scale = 0.0, -1, 0.0
+    for number, (s, t) in enumerate(zip(p, q, strict=False)):
+        if s == t or (s != s and t != t):
+            scale = max(scale, abs(s)) if s == s else scale
+            continue
+        first = number if first < 0 else first
+        gap = abs(s - t)
+        worst = math.inf if gap != gap else max(worst, gap)
+        scale = max(scale, abs(s), abs(t))
+    return worst, first, scale
+
+
+def _numbers(a: Record, b: Record, measure: Measure, compared: Counter[str]) -> list[Document]:
+    """Losses, logits, norms and rates of each step."""
+    out = []
+    free = bool(measure.widths) or not measure.exact
+    for number, (p, q) in enumerate(zip(a.losses, b.losses, strict=False)):
+        compared["loss"] += 1
+        exact = measure.exact and (number == 0 or not measure.widths)
+        if not (p == q or (p != p and q != q)) and (exact or not abs(p - q) <= LOSS[measure.dtype]):
+            out.append(_found("", "loss", "value", f"step {number + 1}: {p:.9g} and {q:.9g}"))
+    if not free or measure.exact:
+        for number, (s, t) in enumerate(zip(a.logits, b.logits, strict=False)):
+            if number and measure.widths:
+                break
+            compared["logits"] += 1
+            if s != t:
+                out.append(_found("", "logits", "value", f"step {number + 1}: digest {s} and {t}"))
+    for number, (u, v) in enumerate(zip(a.lr, b.lr, strict=False)):
+        compared["lr"] += 1
+        if u != v:
+            out.append(_found("", "lr", "value", f"step {number + 1}: {u} and {v}"))
+    return out
+
+
+def _n(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}" if float(value).is_integer() else f"{value:.9g}"
+
+
+def _found(name: str, kind: str, what: str, detail: str = "") -> Document:
+    return {"name": name, "kind": kind, "what": what, "detail": detail}

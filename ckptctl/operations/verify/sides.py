@@ -1,0 +1,238 @@
+"""A checkpoint that is to be verified: its tensors under the model's own names, and how each parameter is trained.
+
+Headers and metadata alone are read; torch is not needed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.checkpoint import EMA, MASTER, OTHER, WEIGHTS, Checkpoint
+from ckptctl.core.errors import Damaged, MissingFact, Unsupported
+from ckptctl.core.remake import from_hub
+from ckptctl.core.tensor import Key
+from ckptctl.names import head_and_embedding
+from ckptctl.operations.inspecting import plain
+from ckptctl.operations.naming import as_hub, naming_of, natives_of, renamed
+from ckptctl.operations.opening import (
+    open_checkpoint,
+    placeholders,
+    require_names,
+    require_plain,
+    require_safe,
+    require_tensors,
+)
+from ckptctl.operations.tensors import TensorReader, as_number, scalar
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+    from pathlib import Path
+
+    from ckptctl.core.tensor import Tensor
+    from ckptctl.operations.opening import Reading
+
+NO_STATE = frozenset({*WEIGHTS, MASTER, EMA, OTHER, "step", "file"})
+"""Kinds that are no moments."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One checkpoint. names says whose names its tensors have: "" the source's own, else a naming of `names/`."""
+
+    path: str
+    checkpoint: Checkpoint
+    evidence: str
+    names: str = ""
+    steps: Mapping[str, float] = field(default_factory=dict)
+    """How often each parameter was updated, by name."""
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The model's config.json as data."""
+        return self.checkpoint.facts.config
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The param group's settings of each parameter that one lists, as plain data."""
+        optimizer = self.checkpoint.optimizer
+        if optimizer is None:
+            return {}
+        return {
+            name: {k: plain(v) for k, v in group.options.items() if k != "params"}
+            for group in optimizer.groups
+            for name in group.params
+        }
+
+    @property
+    def states(self) -> dict[str, tuple[str, ...]]:
+        """The kinds of moments that each parameter has, in the checkpoint's order."""
+        out: dict[str, list[str]] = {}
+        for key in self.checkpoint.tensors:
+            if key.kind not in NO_STATE and not key.part:
+                out.setdefault(key.name, []).append(key.kind)
+        return {name: tuple(kinds) for name, kinds in out.items()}
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has an optimizer to go on with: groups, or moments."""
+        return bool(self.settings) or bool(self.states)
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor | None:
+        """The tensor of a parameter, a buffer where it is one; None where there is none."""
+        kinds = WEIGHTS if kind == "weight" else (kind,)
+        return next((t for k in kinds if (t := self.checkpoint.tensors.get(Key(name, k))) is not None), None)
+
+    def key(self, name: str, kind: str = "weight") -> Key:
+        """The key of that tensor. KeyError where there is none."""
+        found = self.tensor(name, kind)
+        if found is None:
+            raise KeyError((name, kind))
+        return found.key
+
+    def under(self, wanted: Collection[str], ties: Mapping[str, str]) -> Side:
+        """The same under a model's names. ties maps the model's second names to the parameter that they are.
+
+        Tries the checkpoint's own names, then those that Transformers 5 and 4 give to what lies on disk.
+        MissingFact, naming them, where weights of the model are in none of them.
+        """
+        least: list[str] | None = None
+        hub: Checkpoint | None = None
+        for names in ("", "disk", "module5", "module4"):
+            if names == "" and (self.checkpoint.naming or naming_of(self.checkpoint) == "torchtitan"):
+                continue
+            if names and hub is None:
+                if self.config is None:
+                    break
+                hub = as_hub(self.checkpoint, naming_of(self.checkpoint))
+            found = self.checkpoint if not names or hub is None else _named(hub, names)
+            if found is None:
+                continue
+            missing = _missing(found, wanted, ties)
+            if not missing:
+                return _with_steps(replace(self, checkpoint=found, names=names))
+            if least is None or len(missing) < len(least):
+                least = missing
+        raise MissingFact(
+            f"{len(least or [])} of the model's {len(wanted)} weights are not in the checkpoint: "
+            f"{', '.join((least or [])[:4])}",
+            where=self.checkpoint.root,
+            why="the config describes a model that has them",
+            fix="check the config (--model-config), or give the names by --key-map",
+            code="weights-missing",
+        )
+
+
+def opened(path: Path | str, reading: Reading | None = None) -> Side:
+    """A checkpoint that can be trained on from: safe to read, with tensors and names."""
+    checkpoint, evidence = open_checkpoint(path, reading)
+    require_safe(checkpoint)
+    require_tensors(checkpoint)
+    require_plain(checkpoint)
+    require_names(checkpoint)
+    if checkpoint.adapter is not None:
+        raise Unsupported(
+            "an adapter alone is no model that can be trained on",
+            where=checkpoint.root,
+            fix="merge it first: `ckptctl convert BASE OUT --to hf --merge-adapter ADAPTER`",
+            code="adapter",
+        )
+    if checkpoint.quantized:
+        raise Unsupported(
+            f"weights packed by {checkpoint.quantized} are not trained on",
+            where=checkpoint.root,
+            fix="verify the checkpoint that they were made of",
+            code="quantized",
+        )
+    if checkpoint.damaged_state:
+        raise Damaged(
+            "the optimizer's state is not that of the parameters it is named after",
+            where=checkpoint.root,
+            why=checkpoint.damaged_state,
+            fix="--no-optimizer verifies the weights alone",
+            code="damaged-state",
+        )
+    empty = placeholders(checkpoint)
+    if empty:
+        raise Damaged(
+            f"{len(empty)} weights are placeholders without data: {empty[0]}",
+            where=checkpoint.root,
+            fix="verify the ZeRO checkpoint that has them",
+            code="placeholders",
+        )
+    for tensor in checkpoint.tensors.values():
+        if tensor.why_unsupported:
+            raise Unsupported(
+                f"{tensor.key.name} ({tensor.key.kind}) cannot be read",
+                where=checkpoint.root,
+                why=tensor.why_unsupported,
+            )
+    return Side(str(path), checkpoint, evidence.why)
+
+
+def without_optimizer(side: Side) -> Side:
+    """The side's weights alone."""
+    kept = {k: t for k, t in side.checkpoint.tensors.items() if k.kind in WEIGHTS}
+    return replace(side, checkpoint=replace(side.checkpoint, tensors=kept, optimizer=None), steps={})
+
+
+def with_config(sides: Sequence[Side]) -> list[Side]:
+    """Sides with a config each: one without takes the other's. MissingFact where there is none at all."""
+    found = next((s.checkpoint.facts for s in sides if s.config is not None), None)
+    if found is None:
+        raise MissingFact(
+            "the model's config is needed to build the model",
+            where=sides[0].checkpoint.root,
+            fix="give its config.json with --model-config",
+            code="model-config",
+        )
+    return [s if s.config is not None else replace(s, checkpoint=replace(s.checkpoint, facts=found)) for s in sides]
+
+
+def _named(hub: Checkpoint, names: str) -> Checkpoint | None:
+    """The hub's tensors under a naming of memory; None where the family has none of its own."""
+    try:
+        natives = natives_of(hub, names)
+    except MissingFact:
+        return None
+    held = {k.name for k in hub.tensors}
+    return renamed(hub, from_hub([n for n in natives if any(p.hub.name in held for p in n.parts)]))
+
+
+def _missing(checkpoint: Checkpoint, wanted: Collection[str], ties: Mapping[str, str]) -> list[str]:
+    """The model's weights that the checkpoint has under no name; a tied one may be there under its second."""
+    held = {k.name for k in checkpoint.tensors if k.kind in WEIGHTS} | {
+        k.name for k in checkpoint.tensors if k.kind == MASTER
+    }
+    second: dict[str, list[str]] = {}
+    for alias, owner in ties.items():
+        second.setdefault(owner, []).append(alias)
+    return [n for n in wanted if n not in held and not any(a in held for a in second.get(n, ()))]
+
+
+def _with_steps(side: Side) -> Side:
+    """The side with each parameter's count of updates: a tensor, a scalar, or its group's."""
+    checkpoint = side.checkpoint
+    steps: dict[str, float] = {}
+    if checkpoint.optimizer is not None:
+        for group in checkpoint.optimizer.groups:
+            own = as_number(group.options.get("step"))
+            if isinstance(own, (int, float)) and not isinstance(own, bool):
+                steps |= dict.fromkeys(group.params, float(own))
+        for (name, kind), value in checkpoint.optimizer.scalars.items():
+            number = as_number(value)
+            if kind == "step" and isinstance(number, (int, float)):
+                steps[name] = float(number)
+    with TensorReader(checkpoint, 16 << 20) as reader:
+        for key in checkpoint.tensors:
+            if key.kind == "step":
+                number = scalar(reader, key)
+                if isinstance(number, (int, float)):
+                    steps[key.name] = float(number)
+    return replace(side, steps=steps)
+
+
+def ties_by_config(side: Side, names: Collection[str]) -> dict[str, str]:
+    """{head: embedding} among names."""
+    pair = head_and_embedding(names)
+    return {pair[0]: pair[1]} if pair else {}

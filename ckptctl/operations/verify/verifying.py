@@ -1,0 +1,285 @@
+"""verify: one side, or two, through the same steps, and the document about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.checkpoint import MASTER, WEIGHTS
+from ckptctl.core.errors import Unsupported, Usage
+from ckptctl.core.sizes import parse_size
+from ckptctl.operations.running import MEMORY_FLOOR
+from ckptctl.operations.verify import batches as batches_of
+from ckptctl.operations.verify.checking import checks
+from ckptctl.operations.verify.compare import Judged, Measure, compare
+from ckptctl.operations.verify.device import Device, deterministic, device_named, dtype_named
+from ckptctl.operations.verify.forms import Forms, Unlike, alone, owned, together, widest
+from ckptctl.operations.verify.model import built
+from ckptctl.operations.verify.needs import torch_module, transformers_module
+from ckptctl.operations.verify.schedule import rates
+from ckptctl.operations.verify.sides import Side, opened, with_config, without_optimizer
+from ckptctl.operations.verify.step import Job, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
+
+    from ckptctl.operations.opening import Reading
+    from ckptctl.operations.verify.record import Record
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What is run. dtype is a word of --dtype; lr are rates of the steps, the last one for all that follow."""
+
+    steps: int = 1
+    batch: batches_of.Wanted = field(default_factory=batches_of.Wanted)
+    device: str = "auto"
+    dtype: str = "auto"
+    layers: int | None = None
+    memory: str = "512MiB"
+    offload: bool = False
+    lr: tuple[float, ...] = ()
+    clip: float = 0.0
+    no_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Sides under their models' names, and the job that both are run by: what everything else is made of."""
+
+    sides: tuple[Side, ...]
+    forms: tuple[Forms, ...]
+    job: Job
+    measure: Measure
+    unlike: tuple[Unlike, ...] = ()
+    notes: tuple[str, ...] = ()
+    layers: tuple[int, int] = (0, 0)
+    """(layers that are run, layers of the model)."""
+
+
+def verify(
+    a: Path | str,
+    b: Path | str | None = None,
+    what: Verification | None = None,
+    reading: Reading | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> Document:
+    """Train the next step from a (and from b) and compare (schema ckptctl.verify/1): `equal`, and what differs.
+
+    With a alone: against its own records, and a band of sanity. Reads both; writes nothing.
+
+    Unsupported (exit 3) without torch and Transformers, and for what cannot be trained on here.
+    """
+    what = what or Verification()
+    say = progress or (lambda text: None)
+    torch_module(), transformers_module()
+    sides = [opened(a, reading)]
+    if b is not None:
+        sides.append(opened(b, None if reading is None else replace(reading, key_map=None)))
+    prepared = prepare(sides, what)
+    records = []
+    with deterministic(prepared.job.device):
+        for side, forms in zip(prepared.sides, prepared.forms, strict=True):
+            say(f"training {what.steps} steps from {side.path}")
+            job = prepared.job if b is None else replace(prepared.job, fresh=False)
+            records.append(run(side, forms, job))
+    return document(prepared, records, what)
+
+
+def parse_rates(text: str | None) -> tuple[float, ...]:
+    """--lr as numbers. Usage where one is none."""
+    try:
+        found = tuple(float(word) for word in (text or "").split(",") if word.strip())
+    except ValueError as err:
+        raise Usage(f"--lr {text}: {err}", fix="numbers with commas between them, such as 1e-3,5e-4") from err
+    if any(not 0 <= rate < float("inf") for rate in found):
+        raise Usage(f"--lr {text}: a learning rate is a number from 0 on")
+    return found
+
+
+def prepare(sides: Sequence[Side], what: Verification) -> Prepared:
+    """Decide what both sides share, from headers and configs alone. Usage for settings that make no sense."""
+    if what.steps < 1:
+        raise Usage("--steps is at least 1")
+    if what.clip < 0:
+        raise Usage("--clip-grad is a number from 0 on")
+    memory = parse_size(what.memory, "--memory")
+    if memory < MEMORY_FLOOR:
+        raise Usage(f"--memory {what.memory} is too little", why=f"{memory} bytes", fix="give at least 16MiB")
+    device = device_named(what.device)
+    if what.no_optimizer:
+        sides = [without_optimizer(s) for s in sides]
+    sides = with_config(sides)
+    wanted = dtype_named(what.dtype)
+    dtype, notes = (wanted, []) if wanted else _computed_in(sides)
+    named, ties, layers, vocabulary = [], [], (0, 0), 0
+    truncated: Collection[str] | None = None
+    for side in sides:
+        with deterministic(device):
+            model = built(side.config or {}, Device("meta", "meta"), dtype, layers=what.layers, seed=None)
+        names = [*model.parameters, *model.buffers]
+        named.append(side.under(names, model.ties))
+        ties.append(model.ties)
+        truncated = {*names, *(truncated or ())} if model.is_truncated else truncated
+        layers, vocabulary = (model.layers, model.of_layers), model.vocabulary or vocabulary
+        notes += _assumed(side)
+    if layers[0] != layers[1]:
+        notes.append(f"the first {layers[0]} of {layers[1]} layers are run and compared: the others are not looked at")
+    unlike: list[Unlike] = []
+    if len(named) == 2:
+        left, right, unlike = together(named[0], named[1], (ties[0], ties[1]), truncated)
+        forms: tuple[Forms, ...] = (left, right)
+        measure = Measure(dtype, widths=_widths(named, ties, truncated))
+    else:
+        forms, measure = (alone(named[0], ties[0], truncated),), Measure(dtype)
+    curve, said = rates(_scheduled(named).checkpoint, what.steps, what.lr)
+    if any(s.trains for s in named):
+        notes += said
+    else:
+        notes.append("there is no optimizer: loss, logits and gradients are looked at, and no update")
+    job = Job(
+        device,
+        dtype,
+        batches_of.batches(what.batch, what.steps, vocabulary),
+        curve,
+        what.layers,
+        memory,
+        what.offload,
+        what.clip,
+        _scale(named, dtype),
+        what.batch.seed,
+        fresh=len(named) == 1,
+    )
+    return Prepared(tuple(named), forms, job, measure, tuple(unlike), tuple(dict.fromkeys(notes)), layers)
+
+
+def _computed_in(sides: Sequence[Side]) -> tuple[str, list[str]]:
+    """The type of most elements of the weights; the narrower where two sides differ and one is float32."""
+    found = []
+    for side in sides:
+        count: Counter[str] = Counter()
+        for key, tensor in side.checkpoint.tensors.items():
+            if key.kind in WEIGHTS and tensor.dtype.is_float:
+                count[tensor.dtype.name] += tensor.numel
+        found.append(count.most_common(1)[0][0] if count else "float32")
+    for name in found:
+        if name not in ("float32", "bfloat16", "float16", "float64"):
+            raise Unsupported(f"weights of {name} are not computed with", fix="say a type to compute in: --dtype bf16")
+    if len(set(found)) == 1:
+        return found[0], []
+    narrow = [n for n in found if n in ("bfloat16", "float16")]
+    if len(narrow) == 1:
+        return narrow[0], [f"both sides compute in {narrow[0]}: the weights are {found[0]} and {found[1]}"]
+    wide = widest([*found, "float32"])
+    return wide, [f"both sides compute in {wide}: the weights are {found[0]} and {found[1]}"]
+
+
+def _widths(sides: Sequence[Side], ties: Sequence[Mapping[str, str]], names: Collection[str] | None) -> dict[str, str]:
+    """Parameters that the sides update in different types, and the narrowest type of their state."""
+    types: list[dict[str, list[str]]] = []
+    for side, tied in zip(sides, ties, strict=True):
+        found: dict[str, list[str]] = {}
+        have = owned(side, tied, names)
+        for (name, kind), tensor in have.items():
+            if kind != "weight" or (name, MASTER) not in have:
+                found.setdefault(name, []).append(tensor.dtype.name)
+        types.append(found)
+    out = {}
+    for name in types[0]:
+        p, q = (t.get(name, []) for t in types)
+        floats = [t for t in (*p, *q) if t.startswith(("float", "bfloat"))]
+        if p and q and floats and _updated_in(p) != _updated_in(q):
+            out[name] = min(floats, key=lambda t: widest([t, *floats]) == t)
+    return out
+
+
+def _updated_in(types: list[str]) -> str:
+    floats = [t for t in types if t.startswith(("float", "bfloat"))]
+    return widest(floats) if floats else ""
+
+
+def _scheduled(sides: Sequence[Side]) -> Side:
+    """The side whose schedule tells more: that of b counts too, where a's format has none."""
+    from ckptctl.formats.schedule import schedulers
+
+    return next((s for s in sides if schedulers(s.checkpoint.values)[0]), sides[0])
+
+
+def _scale(sides: Sequence[Side], dtype: str) -> float:
+    """What fp16 losses are multiplied by: the run's own scale, a power of two."""
+    if dtype != "float16":
+        return 1.0
+    for side in sides:
+        scaler = side.checkpoint.about.get("loss_scaler")
+        found = scaler.get("cur_scale") if isinstance(scaler, dict) else None
+        if isinstance(found, (int, float)) and 1 <= found <= 2**16:
+            return float(found)
+    return 256.0
+
+
+def _assumed(side: Side) -> list[str]:
+    """What the files do not say, and how it is taken."""
+    decays = [
+        s
+        for s in side.settings.values()
+        if "betas" in s and s.get("weight_decay") and "decoupled_weight_decay" not in s
+    ]
+    if decays and not any("adam_w_mode" in s for s in decays):
+        return [f"{side.path}: weight decay is taken as AdamW's (decoupled): the param groups do not say"]
+    return []
+
+
+def document(prepared: Prepared, records: Sequence[Record], what: Verification) -> Document:
+    """What `--json` prints."""
+    job, first = prepared.job, records[0]
+    out: Document = {"schema": "ckptctl.verify/1"}
+    for word, side, record in zip("ab", prepared.sides, records, strict=False):
+        out[word] = {
+            "path": side.path,
+            "format": side.checkpoint.format,
+            "variant": side.checkpoint.variant,
+            "recognised": side.evidence,
+            "step": side.checkpoint.step,
+            "losses": record.losses,
+            "logits": record.logits,
+            "gradient_norms": record.gradient_norms,
+            "lr": record.lr,
+            "measured": record.measured,
+            "not_in_model": record.left_out[:20],
+        }
+    out["device"] = {
+        "name": job.device.name,
+        "called": job.device.called,
+        "dtype": job.dtype,
+        "torch": str(torch_module().__version__),
+        "transformers": str(transformers_module().__version__),
+        "deterministic": True,
+        "offload": job.offload,
+    }
+    out["steps"] = len(job.batches)
+    out["batch"] = what.batch.described
+    out["layers"] = {"run": prepared.layers[0], "of": prepared.layers[1]}
+    out["clip_grad"] = job.clip
+    out["parameters"] = sum(p.settings is not None for p in first.parameters.values())
+    out["notes"] = [*prepared.notes, *first.notes]
+    if len(records) == 2:
+        judged: Judged = compare(first, records[1], prepared.measure, prepared.unlike)
+        out |= {
+            "equal": judged.equal,
+            "tolerance": prepared.measure.described,
+            "compared": judged.compared,
+            "first": judged.first,
+            "differences": judged.differences,
+        }
+        return out
+    out["fresh_loss"] = first.fresh_loss
+    out["checks"] = checks(
+        first, prepared.sides[0].checkpoint, is_drawn=what.batch.file is None and what.batch.data is None
+    )
+    out["equal"] = all(c["ok"] is not False for c in out["checks"])
+    return out
