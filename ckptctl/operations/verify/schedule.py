@@ -132,12 +132,14 @@ def _deepspeed(state: Mapping[str, Any], checkpoint: Checkpoint) -> Callable[[in
     if not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
         return None
 
+    stop: Any = total
+
     def gamma(e: int) -> float:
         if e < warmup:
             return e / warmup if p.get("warmup_type") == "linear" else math.log(e + 1) / math.log(warmup)
         if wanted["type"] == "WarmupLR":
             return 1.0
-        return max(0.0, float(total - e) / float(max(1.0, total - warmup)))
+        return max(0.0, float(stop - e) / float(max(1.0, stop - warmup)))
 
     return lambda k: _constant(low + (high - low) * gamma(last + k))
 
@@ -159,7 +161,8 @@ def _megatron(state: Mapping[str, Any], checkpoint: Checkpoint) -> Callable[[int
         return None
     if style not in ("constant", "linear", "cosine", "inverse-square-root"):
         return None
-    each, end = done // step, decay
+    each: int = done // step
+    end: int = decay
 
     def after(k: int) -> Rate:
         def rate(settings: Mapping[str, Any]) -> float:
@@ -167,14 +170,14 @@ def _megatron(state: Mapping[str, Any], checkpoint: Checkpoint) -> Callable[[int
             high = float(group.get("max_lr", state.get("max_lr", settings["lr"])))
             low = float(group.get("min_lr", state.get("min_lr", 0.0)))
             at = done + k * each
-            if warmup > 0 and at <= warmup:
-                return high * at / warmup
+            if 0 < at <= warmup:
+                return high * float(at) / float(warmup)
             if style == "constant":
                 return high
             if at > end:
                 return low
             if style == "inverse-square-root":
-                return max(low, high * max(warmup, 1) ** 0.5 / max(at, 1) ** 0.5)
+                return max(low, high * math.sqrt(max(warmup, 1)) / math.sqrt(max(at, 1)))
             ratio = (at - warmup) / (end - warmup)
             return low + (high - low) * (1.0 - ratio if style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0))
 
