@@ -16,11 +16,16 @@ from ckptctl.core.tensor import Key
 from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
 
 if TYPE_CHECKING:
+    from ckptctl.core.tensor import Tensor
     from ckptctl.execute import Budget
     from ckptctl.formats.target import Content, Target
 
 SAMPLE_NUMEL = 4096
 """Elements that are compared at the beginning, and at the end, of each parameter."""
+PIECE_NUMEL = 512
+"""Elements that are compared at the beginning of each piece of a master that is cut over ranks."""
+MOST_PIECES = 64
+"""Pieces of a parameter that are compared at most, spread over all of them."""
 MOST = 2000
 """Parameters that are compared at most, spread over all of them."""
 
@@ -67,9 +72,18 @@ def _require_one_value(content: Content, budget: Budget, target: Target) -> None
                     )
 
 
-def _spans(numel: int) -> list[tuple[int, int]]:
-    """Elements that are compared: at the beginning and at the end."""
-    return sorted({(0, min(numel, SAMPLE_NUMEL)), (max(0, numel - SAMPLE_NUMEL), numel)})
+def _spans(numel: int, master: Tensor | None = None) -> list[tuple[int, int]]:
+    """Elements that are compared: at the beginning and at the end, and where a rank's piece of the master begins.
+
+    Ranks' files under each other's names give a parameter that goes over all of them its pieces in another order.
+    """
+    spans = {(0, min(numel, SAMPLE_NUMEL)), (max(0, numel - SAMPLE_NUMEL), numel)}
+    for table in master.pieces if master is not None else ():
+        if table.view == (numel,) and len(table) > 1:
+            rows = range(0, len(table), max(1, -(-len(table) // MOST_PIECES)))
+            starts = [(int(table.lo[r, 0]), int(table.size[r, 0])) for r in rows]
+            spans |= {(at, at + min(size, PIECE_NUMEL)) for at, size in starts if size}
+    return sorted(spans)
 
 
 def _require_rounded(content: Content, budget: Budget) -> None:
@@ -85,7 +99,7 @@ def _require_rounded(content: Content, budget: Budget) -> None:
         return
     with TensorReader(source, budget.memory_nbytes // 4) as reader:
         for weight, master in pairs:
-            for start, stop in _spans(weight.numel):
+            for start, stop in _spans(weight.numel, master):
                 stored = typed(reader.run(weight.key, start, stop), weight)
                 with np.errstate(invalid="ignore", over="ignore"):
                     rounded = typed(reader.run(master.key, start, stop), master).astype(stored.dtype)
@@ -130,8 +144,11 @@ def require_equal_steps(content: Content, budget: Budget) -> None:
                     )
 
 
-def count_of_updates(content: Content, budget: Budget) -> int | None:
-    """How often the optimizer updated every parameter; None where nothing says it. Unsupported where counts differ."""
+def count_of_updates(content: Content, budget: Budget, *, required: bool = True) -> int | None:
+    """How often the optimizer updated every parameter; None where nothing says it.
+
+    Where counts differ, Unsupported if one is required, else None.
+    """
     if content.optimizer is None or not content.states:
         return None
     first: tuple[str, object] | None = None
@@ -141,6 +158,8 @@ def count_of_updates(content: Content, budget: Budget) -> int | None:
     steps |= {n: as_number(v) for (n, kind), v in scalars.items() if kind == "step" and n not in steps}
     for name, step in steps.items():
         first = first or (name, step)
+        if step != first[1] and not required:
+            return None
         if step != first[1]:
             raise Unsupported(
                 "parameters were updated a different number of times",

@@ -79,8 +79,8 @@ def _deep_values_refused(source: Checkpoint) -> Iterator[None]:
 
 def _laid_out(content: Content, to: str, choices: Choices, budget: Budget) -> Written:
     """What the format's writer makes of it."""
-    if TARGETS[to].one_step:
-        choices = replace(choices, updates=count_of_updates(content, budget))
+    if TARGETS[to].one_step or choices.universal:
+        choices = replace(choices, updates=count_of_updates(content, budget, required=TARGETS[to].one_step))
     made: Written = import_module(f"ckptctl.formats.{to}.write").write(content, choices)
     return made
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ckptctl.core.errors import CkptError
 
 Document = dict[str, Any]
+MOST_FROZEN = 6
+"""Frozen weights that are named; `--json` has all."""
 
 
 def nbytes(n: int | None) -> str:
@@ -132,6 +134,10 @@ def inspect(d: Document, verbose: bool = False) -> None:
         )
     for alias, owner in d["ties"].items():
         sys.stdout.write(f"tied: {_clean(alias)} is {_clean(owner)}\n")
+    frozen = d.get("frozen", [])
+    if frozen:
+        more = ", ..." if len(frozen) > MOST_FROZEN else ""
+        sys.stdout.write(f"frozen: {len(frozen)} weights: {', '.join(map(_clean, frozen[:MOST_FROZEN]))}{more}\n")
     about = [(k.replace("_", " "), _said(v)) for k, v in d.get("about", {}).items() if v not in (None, [], {}, "")]
     if about:
         sys.stdout.write("\n")

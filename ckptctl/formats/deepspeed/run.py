@@ -25,7 +25,8 @@ VERSION = "0.19.8"
 """What files say wrote them where the source does not: the version whose files are the test."""
 SUB_GROUP_SIZE = 1_000_000_000
 """zero_optimization.sub_group_size where the source's configuration has none. Source: DeepSpeed 0.19.8, config.py."""
-_WIDENED = ("float32", "bfloat16", "float16")
+WIDENED = ("float32", "bfloat16", "float16")
+"""Types of which a float32 master is made, which is exact."""
 _SECTION = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -52,6 +53,8 @@ class Run:
     config: Mapping[str, Any]
     whose: str
     """Whose order the parameters of each group are in; "" where there is none."""
+    updates: int | None = None
+    """How often the optimizer updated every parameter alike, where that was asked; None where they differ."""
 
     @property
     def has_shards(self) -> bool:
@@ -157,6 +160,7 @@ def run_of(content: Content, choices: Choices) -> Run:
         own,
         _config(own, stage, dtype),
         whose,
+        choices.updates,
     )
 
 
@@ -175,7 +179,7 @@ def _require_place(content: Content, stage: int, choices: Choices) -> None:
 def _master(content: Content, name: str) -> Item:
     """What a parameter's float32 master is made of: its own master, else the weight."""
     base = content.states.get((name, MASTER)) or content.weights[name]
-    if base.tensor.held.name not in _WIDENED:
+    if base.tensor.held.name not in WIDENED:
         raise Unsupported(f"{name} is {base.tensor.held.name}: no float32 master can be made of it")
     return Item(base.key, base.tensor, F32)
 

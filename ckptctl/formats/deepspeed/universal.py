@@ -163,10 +163,12 @@ def _optimizer(build: Build, zero: Path, models: list[ModelFile]) -> None:
         tree = opened.mapping(opened.root, "the optimizer's state")
         nested = tree.get("optimizer_state_dict")
         inner = nested if isinstance(nested, dict) else {}
-        groups = inner.get("param_groups") or tree.get("param_groups")
+        nested_groups, groups = _dicts(inner.get("param_groups")), _dicts(tree.get("param_groups"))
         stage = whole_number(tree.get("zero_stage"))
-        listed = [dict(g) for g in groups if isinstance(g, dict)] if isinstance(groups, (list, tuple)) else []
-        members = _members(build, models, listed, nested=bool(inner))
+        if nested_groups and len(groups) != len(nested_groups):
+            groups = nested_groups
+        listed = groups or nested_groups  # the same in both, but that the nested ones list sub-groups
+        members = _members(build, models, nested_groups or listed, nested=bool(nested_groups))
         for number, group in enumerate(listed):
             options = {str(k): opened.value(f"group.{k}", v) for k, v in group.items() if k != "params"}
             build.groups.append(Group(members[number] if members else (), options))
@@ -191,6 +193,10 @@ def _optimizer(build: Build, zero: Path, models: list[ModelFile]) -> None:
             own = build.values.setdefault("deepspeed", {})
             own.update({k: opened.value(f"deepspeed.{k}", v) for k, v in rest.items() if k not in own})
         build.about |= {"made_from_stage": stage, "ds_version": tree.get("ds_version")}
+
+
+def _dicts(tree: Tree) -> list[dict[str, Tree]]:
+    return [dict(g) for g in tree if isinstance(g, dict)] if isinstance(tree, (list, tuple)) else []
 
 
 def _holds_tensor(tree: Tree) -> bool:

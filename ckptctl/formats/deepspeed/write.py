@@ -30,7 +30,7 @@ def write(content: Content, choices: Choices) -> Written:
     run = run_of(content, choices)
     if choices.universal:
         files = writeuniversal.files(run)
-        how = "universal"
+        how = f"universal, for stages 1 to {3 if writeuniversal.loads_at_three(run) else 2}"
     else:
         files = list(_regular(run))
         how = f"ZeRO-{run.stage} over {run.dp} ranks" + (f", experts over {run.ep} of them" if run.experts else "")
@@ -43,7 +43,8 @@ def write(content: Content, choices: Choices) -> Written:
     widened = sum(i.tensor.held.name != F32.name for i in run.masters.values())
     if widened:
         lines.append(Line("masters", "filled", f"{widened} of {len(run.masters)}: the weights, widened to float32"))
-    return Written(tuple(files), True, tuple(lines), casts=run.casts)
+    casts = run.casts | (writeuniversal.casts(run) if choices.universal else frozenset())
+    return Written(tuple(files), True, tuple(lines), casts=casts)
 
 
 def _regular(run: Run) -> Iterator[OutputFile]:

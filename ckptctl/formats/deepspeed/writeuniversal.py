@@ -1,6 +1,11 @@
 """A universal folder as output segments: a folder a parameter, loaded with checkpoint.load_universal.
 
-Its stage is 2: DeepSpeed loads it at any stage up to that, over any number of ranks.
+DeepSpeed has two forms, by the stage of the run that loads: a folder that holds both is loaded at stages 1, 2 and 3,
+over any number of ranks. What they share is every parameter's states; they differ in the model-states file's name and
+in where zero/optimizer_state.pt has settings and step.
+
+Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py; runtime/zero/stage_1_and_2.py and stage3.py,
+load_hp_checkpoint_state_from_checkpoint_dir*.
 """
 
 from __future__ import annotations
@@ -11,33 +16,60 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.output import OutputFile, Put
 from ckptctl.formats.deepspeed import flats
+from ckptctl.formats.deepspeed.run import F32, WIDENED
 from ckptctl.formats.deepspeed.writemodel import model_tree, torch_file
+from ckptctl.formats.target import Item
 
 if TYPE_CHECKING:
     from ckptctl.core.values import Tree
     from ckptctl.formats.deepspeed.run import Run
-    from ckptctl.formats.target import Item
     from ckptctl.formats.torch.write import TorchTree
 
 STAGE = 2
+"""The stage whose form the folder has first: that of frozen parameters, and of param_shapes by group."""
+FOR_STAGE_3 = ("exp_avg", "exp_avg_sq")
+"""The states that stage 3 reads: these and no others."""
 
 
 def files(run: Run) -> list[OutputFile]:
-    """The tracker, the model-states file, the optimizer's settings, and every parameter's states."""
-    run = replace(run, stage=min(run.stage, STAGE))
+    """The trackers, the model-states files, the optimizer's settings, and every parameter's states."""
+    run = replace(run, stage=STAGE)
     tag = f"global_step{run.step}_universal"
     out = [
         OutputFile("latest_universal", lambda: [Put(tag.encode())]),
         torch_file(f"{tag}/mp_rank_00_model_states.pt", run, partial(_model, run)),
         torch_file(f"{tag}/zero/optimizer_state.pt", run, partial(_settings, run)),
     ]
+    if loads_at_three(run):
+        places = replace(run, stage=3, dp=1, frozen=[])
+        out.insert(2, torch_file(f"{tag}/zero_pp_rank_0_mp_rank_00_model_states.pt", run, partial(_model, places)))
     for name in (n for g in run.groups for n in g.params):
         states = run.states.get(name, {})
         for kind, item in {"fp32": run.masters[name], **{k: i for k, i in states.items() if k != "step"}}.items():
             out.append(torch_file(f"{tag}/zero/{name}/{kind}.pt", run, partial(_param, item)))
         if "step" in states or (name, "step") in run.scalars:
             out.append(torch_file(f"{tag}/zero/{name}/step.pt", run, partial(_step, run, name)))
+    for name, item in frozen(run).items():
+        out.append(torch_file(f"{tag}/zero/{name}/fp32.pt", run, partial(_param, item)))
     return out
+
+
+def loads_at_three(run: Run) -> bool:
+    """Whether a run of stage 3 can go on from it: that takes one step for all, and Adam's two moments."""
+    every = all(set(FOR_STAGE_3) <= set(kinds) for kinds in run.kinds)
+    return every and run.updates is not None and not run.experts
+
+
+def frozen(run: Run) -> dict[str, Item]:
+    """Frozen parameters as float32: ds_to_universal writes them too, though no load restores them."""
+    items = {n: run.content.weights[n] for n in run.frozen}
+    return {n: Item(i.key, i.tensor, F32) for n, i in items.items() if i.tensor.held.name in WIDENED}
+
+
+def casts(run: Run) -> frozenset[tuple[str, str]]:
+    """Casts to float32 that frozen parameters need."""
+    held = {i.tensor.held.name for i in frozen(run).values()}
+    return frozenset((name, F32.name) for name in held if name != F32.name)
 
 
 def _model(run: Run, made: TorchTree) -> Tree:
@@ -55,11 +87,29 @@ def _step(run: Run, name: str, made: TorchTree) -> Tree:
 
 def _settings(run: Run, made: TorchTree) -> Tree:
     """What ds_to_universal leaves of a rank's file: everything but its flat tensors."""
-    return {
+    out = {
         **flats.scaling(run),
         "clip_grad": run.own.get("clip_grad", 0.0),
         "zero_stage": flats.stage_enum(run.stage),
         "partition_count": [run.dp] * len(run.groups),
         "ds_version": run.version,
         "param_groups": [flats.options(run, made, i, [i]) for i in range(len(run.groups))],
+    }
+    return {**out, "optimizer_state_dict": _for_three(run, made)} if loads_at_three(run) else out
+
+
+def _for_three(run: Run, made: TorchTree) -> Tree:
+    """Stage 3's own place for settings and step.
+
+    It gives every group the settings of the first: here that has only what all groups have alike, so that the rest
+    stays each group's own, as the run that loads has it.
+    """
+    groups = [flats.options(run, made, i, [i]) for i in range(len(run.groups))]
+    alike = [k for k in groups[0] if all(repr(g.get(k)) == repr(groups[0][k]) for g in groups)] if groups else []
+    first = next((n for g in run.groups for n in g.params), "")
+    return {
+        "state": {0: {"step": flats.step(run, made, first)}},
+        "param_groups": [
+            {k: v for k, v in g.items() if k in alike or k == "params" or i} for i, g in enumerate(groups)
+        ],
     }

@@ -75,7 +75,7 @@ def of_shards(model: ModelFile, shards: Sequence[Shard], *, data_first: bool = F
         members.append([])
         for team, named in _teams(number, shapes, shards, data_first, out):
             cut = _slotted if first.stage == 3 else _joined
-            cut(number, named, team, out)
+            cut(number, named, list(shapes), team, out)
             _singles(number, named, team, out)
             members[-1] += named
     _settings(first, members, out)
@@ -143,8 +143,8 @@ def global_name(name: str, rank: int, local: dict[str, int]) -> str:
     return name if m is None else f"{m[1]}{int(m[2]) + rank * local[m[1]]}{m[3]}"
 
 
-def _joined(number: int, shapes: dict[str, Shape], team: Sequence[Shard], out: Native) -> None:
-    """A group of ZeRO-1/2: parameters end to end, cut in as many slots as there are ranks."""
+def _joined(number: int, shapes: dict[str, Shape], own: list[str], team: Sequence[Shard], out: Native) -> None:
+    """A group of ZeRO-1/2: parameters end to end, cut in as many slots as there are ranks. own: the ranks' names."""
     alignments = team[0].alignments[number] if number < len(team[0].alignments) else []
     if alignments and len(alignments) != len(shapes):
         raise Damaged(
@@ -156,7 +156,7 @@ def _joined(number: int, shapes: dict[str, Shape], team: Sequence[Shard], out: N
     starts, total = layout.starts_of(shapes.values(), alignments)
     slot = _slot(number, total, team)
     if not any(alignments):
-        _require_own_places(number, shapes, slot, team)
+        _require_own_places(number, dict(zip(own, shapes.values(), strict=True)), slot, team)
     for kind, flats, dtype in _kinds(number, team):
         table_of = layout.columns(flats)
         out.padding[kind] = out.padding.get(kind, 0) + sum(f.numel for f in flats) - total + sum(alignments)
@@ -166,9 +166,10 @@ def _joined(number: int, shapes: dict[str, Shape], team: Sequence[Shard], out: N
 
 
 def _require_own_places(number: int, shapes: dict[str, Shape], slot: int, team: Sequence[Shard]) -> None:
-    """Damaged where a rank's file has, by its own account, exactly what another rank holds: files were swapped.
+    """Damaged where a rank's file has, by its own account, what another rank holds: files were swapped.
 
-    Accounts that fit no rank tell nothing: with round_robin_gradients DeepSpeed writes wrong ones.
+    Exactly another rank's piece, or other parameters than the group's at all: another pipeline stage's. Other accounts
+    tell nothing: with round_robin_gradients DeepSpeed writes wrong ones, of the right parameters.
     """
     names, numels = list(shapes), [math.prod(s) for s in shapes.values()]
     wanted = [
@@ -177,6 +178,15 @@ def _require_own_places(number: int, shapes: dict[str, Shape], slot: int, team: 
     ]
     for rank, shard in enumerate(team):
         said = shard.slices[number] if number < len(shard.slices) else {}
+        strange = next((n for n in said if n not in shapes), None)
+        if strange is not None:
+            raise Damaged(
+                f"the optimizer's file of rank {rank} holds {strange}, which is not in its group",
+                where=shard.path,
+                why=f"by param_shapes group {number} has {len(shapes)} parameters, the first of them {names[0]}",
+                fix="give the files back their ranks' names, or copy the step again",
+                code="mixed-saves",
+            )
         if said and said != wanted[rank] and said in wanted:
             raise Damaged(
                 f"the optimizer's file of rank {rank} holds the piece of rank {wanted.index(said)}",
@@ -224,7 +234,7 @@ def _wrong_length(shard: Shard, number: int, kind: str, n: int, slot: int, data:
     )
 
 
-def _slotted(number: int, shapes: dict[str, Shape], team: Sequence[Shard], out: Native) -> None:
+def _slotted(number: int, shapes: dict[str, Shape], _own: list[str], team: Sequence[Shard], out: Native) -> None:
     """A sub-group of ZeRO-3: of every parameter each rank has its own slot."""
     dp = len(team)
     slots = [layout.param_slot(math.prod(s), dp) for s in shapes.values()]

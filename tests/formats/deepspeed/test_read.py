@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ckptctl
-from ckptctl.operations import Reading, open_checkpoint
+from ckptctl.operations import Reading, masters, open_checkpoint
 from tests.support.checkpoints import FIXTURES, digest, layouts, shared, truth, truth_config
 from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
@@ -220,6 +220,39 @@ def test_swapped_rank_files_are_told(tmp_path):
     error = stopped(path, tmp_path)
     assert error["code"] == "mixed-saves"
     assert "rank 0 holds the piece of rank 1" in error["what"]
+
+
+@pytest.mark.real
+def test_ranks_inside_one_parameter_are_told_by_its_weights(tmp_path, monkeypatch):
+    """Both ranks hold as much of the embedding and nothing else: only the weights say which of them is whose."""
+    monkeypatch.setattr(masters, "SAMPLE_NUMEL", 16)
+    good("reshard", source("deepspeed/zero1-dp2-bf16"), tmp_path / "many", "--dp", "30")
+    path = tmp_path / "many" / "global_step3"
+    a, b = (path / f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (1, 2))
+    good("inspect", path)
+    a.rename(path / "aside")
+    b.rename(a)
+    (path / "aside").rename(b)
+    error = stopped(path, tmp_path)
+    assert error["code"] == "masters-differ"
+    assert "model.embed_tokens.weight" in error["what"]
+
+
+@pytest.mark.real
+def test_another_pipeline_stage_s_optimizer_is_told(tmp_path):
+    path = copied("deepspeed/pipe-pp2-dp2-zero1-bf16", tmp_path) / "global_step3"
+    a, b = (path / f"bf16_zero_pp_rank_0_mp_rank_0{r}_optim_states.pt" for r in (0, 1))
+    a.rename(path / "aside")
+    b.rename(a)
+    (path / "aside").rename(b)
+    error = stopped(path, tmp_path)
+    assert error["code"] in ("mixed-saves", "zero-layout")
+
+
+@pytest.mark.real
+def test_frozen_weights_are_named(tmp_path):
+    said = command("inspect", source("deepspeed/zero2-dp4-bf16-groups-frozen")).out
+    assert "frozen: 2 weights: model.embed_tokens.weight, model.layers.0.input_layernorm.weight" in said
 
 
 @pytest.mark.real
