@@ -27,7 +27,7 @@ def digests(folder: Path) -> dict[str, list]:
     for file in sorted((folder / "zero").rglob("*.pt")):
         if file.name == "optimizer_state.pt":
             continue
-        held = torch.load(file, map_location="cpu", weights_only=False)
+        held = torch.load(file, map_location="cpu", weights_only=False)  # noqa: TID251
         tensor = held["param"] if isinstance(held, dict) else torch.as_tensor(held)
         data = tensor.detach().float().contiguous().view(-1).numpy().tobytes()
         out[f"{file.parent.relative_to(folder / 'zero')} {file.stem}"] = [
