@@ -5,6 +5,7 @@ Both sides are read streaming, in bounded memory: once, and tensors that one sid
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ckptctl.names import head_and_embedding, is_tied
 from ckptctl.operations.comparing_state import compare_optimizers, compare_values
 from ckptctl.operations.conversion import WEIGHT_CHOICES
 from ckptctl.operations.differences import Found
-from ckptctl.operations.measuring import Measure, stats_of
+from ckptctl.operations.measuring import stats_of
 from ckptctl.operations.namesakes import renamed
 from ckptctl.operations.naming import under_one_naming
 from ckptctl.operations.opening import (
@@ -30,14 +31,17 @@ from ckptctl.operations.opening import (
     require_safe,
     require_tensors,
 )
-from ckptctl.operations.tensors import Bytes, TensorReader, typed
+from ckptctl.operations.pairs import WIDE, Pairs
+from ckptctl.operations.tensors import TensorReader, typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from ckptctl.operations.measuring import Measure
+
 Document = dict[str, Any]
-_WIDE = {"bfloat16": "float32", "float16": "float32", "float32": "float32", "float64": "float64"}
+_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,55 +183,57 @@ def _tensors(
     new = {n: k for n, k in b.items() if n not in a}
     moved = renamed(left, gone, right, new)
     arrived = {(to, kind) for (_, kind), to in moved.items()}
-    for name in [*a, *new]:
-        if name in moved:
+    unlike = {n: _unlike(left, k, right, b[n], what) for n, k in a.items() if n in b}
+    pairs = Pairs(
+        left, right, {n: (a[n], b[n]) for n, why in unlike.items() if why is None}, what.rtol, what.atol, what.stats
+    )
+    with ThreadPoolExecutor(_THREADS) as pool:
+        measured = pairs.measured(pool)
+        for name in [*a, *new]:
+            if name in moved:
+                found.compared[name[1]] += 1
+                found.add(*name, "renamed", f"{moved[name]} in b, with the same values", to=moved[name])
+            if name in gone or name in new:
+                if name not in moved and name not in arrived:
+                    found.add(*name, "only-in-a" if name in a else "only-in-b")
+                continue
             found.compared[name[1]] += 1
-            found.add(*name, "renamed", f"{moved[name]} in b, with the same values", to=moved[name])
-        if name in gone or name in new:
-            if name not in moved and name not in arrived:
-                found.add(*name, "only-in-a" if name in a else "only-in-b")
-            continue
-        found.compared[name[1]] += 1
-        _tensor(left, a[name], right, b[name], what, name, found)
-        done += left.checkpoint.tensors[a[name]].nbytes
-        if progress is not None:
-            progress(State(done, total))
+            why = unlike[name]
+            if why is not None:
+                found.add(*name, *why)
+            else:
+                _values(left, a[name], right, b[name], next(measured), name, what, found)
+            done += left.checkpoint.tensors[a[name]].nbytes
+            if progress is not None:
+                progress(State(done, total))
 
 
-def _tensor(
-    left: TensorReader, a: Key, right: TensorReader, b: Key, what: Comparison, name: tuple[str, str], found: Found
-) -> None:
+def _unlike(left: TensorReader, a: Key, right: TensorReader, b: Key, what: Comparison) -> tuple[str, str] | None:
+    """How two tensors of one name are unlike without a look at their values: shape or dtype, and both."""
     x, y = left.checkpoint.tensors[a], right.checkpoint.tensors[b]
     for side, tensor in ((left, x), (right, y)):
         # State that its writer put in wrong places is compared as it lies: a copy of such a folder is equal to it.
         if tensor.why_unsupported and tensor.why_unsupported != side.checkpoint.damaged_state:
-            raise Unsupported(f"{name[0]} cannot be compared", where=side.checkpoint.root, why=tensor.why_unsupported)
+            raise Unsupported(f"{a.name} cannot be compared", where=side.checkpoint.root, why=tensor.why_unsupported)
     if x.shown != y.shown:
-        found.add(*name, "shape", f"{x.shown} and {y.shown}")
-        return
-    wide = ""
-    if x.dtype.name != y.dtype.name:
-        if not what.ignore_dtype or x.dtype.name not in _WIDE or y.dtype.name not in _WIDE:
-            found.add(*name, "dtype", f"{x.dtype.name} and {y.dtype.name}")
-            return
-        wide = "float64" if "float64" in (x.dtype.name, y.dtype.name) else "float32"
-    measure = Measure()
-    size = max(x.dtype.itemsize, y.dtype.itemsize)
-    step = max(1, (4 << 20) // size)
-    for start in range(0, x.numel, step):
-        stop = min(x.numel, start + step)
-        got, other = left.run(a, start, stop), right.run(b, start, stop)
-        if wide:
-            got, other = _widened(got, x, wide), _widened(other, y, wide)
-        alike = _same(got, other)
-        if alike and not what.stats:
-            continue
-        is_packed = x.dtype.numpy.itemsize != x.dtype.itemsize  # no NumPy type has these bits
-        p, q = ((v.view(wide) if wide else v if is_packed else typed(v, x)) for v in (got, other))
-        if not alike:
-            measure.differ(start, p, q, what.rtol, what.atol)
-        if what.stats and not is_packed and p.dtype.kind != "c":
-            measure.norms(p, q)
+        return "shape", f"{x.shown} and {y.shown}"
+    if x.dtype.name != y.dtype.name and not (what.ignore_dtype and x.dtype.name in WIDE and y.dtype.name in WIDE):
+        return "dtype", f"{x.dtype.name} and {y.dtype.name}"
+    return None
+
+
+def _values(
+    left: TensorReader,
+    a: Key,
+    right: TensorReader,
+    b: Key,
+    measure: Measure,
+    name: tuple[str, str],
+    what: Comparison,
+    found: Found,
+) -> None:
+    """What comparing the values of two tensors gave, as a difference where there is one."""
+    tensor = left.checkpoint.tensors[a]
     found.within += measure.within
     if what.stats:
         found.measured[name] = measure
@@ -236,8 +242,8 @@ def _tensor(
         found.add(
             *name,
             "value",
-            f"{measure.differing} of {x.numel} elements; the first at {index}: {values[0]} and {values[1]}",
-            **_measured(measure, x, index, values),
+            f"{measure.differing} of {tensor.numel} elements; the first at {index}: {values[0]} and {values[1]}",
+            **_measured(measure, tensor, index, values),
         )
 
 
@@ -254,18 +260,6 @@ def _measured(measure: Measure, tensor: Tensor, index: list[int], values: list[A
         "nan_on_one_side": measure.nans,
         "first": {"index": index, "a": numbers[0], "b": numbers[1]},
     }
-
-
-def _same(a: Bytes, b: Bytes) -> bool:
-    """Whether two runs have the same bytes, eight at a time where they can be."""
-    if a.nbytes % 8 == 0 and a.flags.aligned and b.flags.aligned:
-        return bool((a.view(np.uint64) == b.view(np.uint64)).all())
-    return bool(np.array_equal(a, b))
-
-
-def _widened(data: Any, tensor: Tensor, wide: str) -> Any:
-    with np.errstate(invalid="ignore"):  # a signalling NaN is no fault of the comparison
-        return typed(data, tensor).astype(wide).view(np.uint8)
 
 
 def _first(left: TensorReader, a: Key, right: TensorReader, b: Key, element: int) -> tuple[list[int], list[Any]]:

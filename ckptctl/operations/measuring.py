@@ -104,6 +104,18 @@ class Measure:
                 z = x - y
                 self.square_difference += float(z @ z)
 
+    def join(self, later: Measure) -> None:
+        """Adds what was measured of elements that come later."""
+        self.differing += later.differing
+        self.within += later.within
+        self.first = later.first if self.first < 0 else self.first
+        self.max_abs = max(self.max_abs, later.max_abs)
+        self.max_rel = max(self.max_rel, later.max_rel)
+        if later.max_ulp is not None:
+            self.max_ulp = max(self.max_ulp or 0, later.max_ulp)
+        self.nans += later.nans
+        self.add(later)
+
     def add(self, other: Measure) -> None:
         """Another tensor's norms, for the sums of a layer."""
         self.square_a += other.square_a

@@ -5,6 +5,8 @@ Any box of any tensor, whatever pieces hold it, by the planner and the executor'
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ from ckptctl.core.output import Region
 from ckptctl.core.tensor import with_operands
 from ckptctl.core.values import Array, Tree
 from ckptctl.execute.reader import Reader
+from ckptctl.formats.datafiles import DataFiles
+from ckptctl.operations.runs import in_order, runs_of
 from ckptctl.plan.index import SourceIndex
 from ckptctl.plan.planner import Plan
 from ckptctl.plan.steps import Cast
@@ -26,9 +30,13 @@ if TYPE_CHECKING:
 
     from ckptctl.core.checkpoint import Checkpoint
     from ckptctl.core.tensor import Key, Tensor
+    from ckptctl.formats.bytesource import FileBytes
+    from ckptctl.operations.runs import Run
 
 CHUNK_NBYTES = 8 << 20
 Bytes = npt.NDArray[np.uint8]
+_KNOWN = 1 << 10
+"""Tensors whose runs are kept."""
 
 
 class TensorReader:
@@ -42,6 +50,10 @@ class TensorReader:
         casts = {Cast(t.held.name, t.dtype.name) for t in checkpoint.tensors.values() if t.cast_from is not None}
         self._plan = Plan((), SourceIndex(with_operands(checkpoint.tensors), checkpoint.sources), frozenset(casts))
         self._reader = Reader(checkpoint.sources, Path(checkpoint.root), memory_nbytes)
+        self._runs: dict[Key, tuple[tuple[Run, ...] | None, bool]] = {}
+        paths = list(dict.fromkeys(s.path for s in checkpoint.sources))
+        self._numbers = {path: number for number, path in enumerate(paths)}
+        self._files = DataFiles(Path(checkpoint.root), paths)
 
     def box(self, key: Key, lo: tuple[int, ...], size: tuple[int, ...]) -> Bytes:
         """The elements of a box as bytes, packed row-major. Damaged where the source does not hold all of them."""
@@ -52,6 +64,83 @@ class TensorReader:
         """Elements [start, stop) of the flattened tensor as bytes."""
         tensor = self.checkpoint.tensors[key]
         return self._region(Region(key, tensor.dtype, (tensor.numel,), (start,), (stop - start,)))
+
+    def blocks(self, key: Key, start: int, stop: int, buffer: Bytes) -> Iterator[tuple[int, Bytes]]:
+        """(first element, bytes) of elements [start, stop), in order, as many at a time as buffer has room for.
+
+        Where the tensor lies in long runs the bytes are in buffer, and gone with the next ones.
+        """
+        item = self.checkpoint.tensors[key].dtype.itemsize
+        room = len(buffer) // item
+        runs = self.in_order(key)
+        if runs is None:
+            many = room * max(1, CHUNK_NBYTES // 2 // (room * item))
+            for first in range(start, stop, many):
+                data = self.run(key, first, min(stop, first + many))
+                for at in range(0, len(data), room * item):
+                    yield first + at // item, data[at : at + room * item]
+            return
+        number = bisect_right(runs, start, key=attrgetter("first")) - 1
+        file: FileBytes | None = None
+        base = 0
+        for first in range(start, stop, room):
+            n, done = min(room, stop - first), 0
+            filled = buffer[: n * item]
+            while done < n:
+                run = runs[number]
+                if file is None:
+                    file, base = self._opened(run)
+                skip = first + done - run.first
+                take = min(n - done, run.numel - skip)
+                file.into(base + skip * item, filled[done * item : (done + take) * item].data)
+                done += take
+                if skip + take == run.numel:
+                    number, file = number + 1, None
+            yield first, filled
+
+    def unordered(self, key: Key, buffer: Bytes) -> Iterator[Bytes]:
+        """All elements of a tensor that is_unordered(), in no order: bytes in buffer, as many as it has room for."""
+        item = self.checkpoint.tensors[key].dtype.itemsize
+        room = len(buffer) // item * item
+        for run in self._runs_of(key)[0] or ():
+            file, base = self._opened(run)
+            for at in range(0, run.numel * item, room):
+                filled = buffer[: min(room, run.numel * item - at)]
+                file.into(base + at, filled.data)
+                yield filled
+
+    def is_unordered(self, key: Key) -> bool:
+        """Whether a tensor lies in long runs that are no runs of the flattened tensor."""
+        runs, ordered = self._runs_of(key)
+        return runs is not None and not ordered
+
+    def in_order(self, key: Key) -> tuple[Run, ...] | None:
+        """The runs that give the flattened tensor from its first element on; None where it lies otherwise."""
+        runs, ordered = self._runs_of(key)
+        return runs if ordered else None
+
+    def _runs_of(self, key: Key) -> tuple[tuple[Run, ...] | None, bool]:
+        """A tensor's runs, none where they are no plain bytes of their files; and whether they are in order."""
+        found = self._runs.get(key)
+        if found is None:
+            tensor = self.checkpoint.tensors[key]
+            runs = runs_of(tensor)
+            if runs is not None and not all(self._is_plain(r, tensor.dtype.itemsize) for r in runs):
+                runs = None
+            if len(self._runs) >= _KNOWN:
+                self._runs.clear()
+            found = self._runs[key] = (runs, in_order(runs, tensor.numel))
+        return found
+
+    def _is_plain(self, run: Run, item: int) -> bool:
+        source = self.checkpoint.sources[run.source]
+        stop = source.start + run.start + run.numel * item
+        return not source.codec and run.start >= 0 and (source.stop is None or stop <= source.stop)
+
+    def _opened(self, run: Run) -> tuple[FileBytes, int]:
+        """The file of a run, and its first byte there."""
+        source = self.checkpoint.sources[run.source]
+        return self._files.get(self._numbers[source.path]), source.start + run.start
 
     def _region(self, region: Region) -> Bytes:
         if not region.nbytes:
@@ -77,6 +166,7 @@ class TensorReader:
     def close(self) -> None:
         """Close the files."""
         self._reader.close()
+        self._files.close()
 
     def __enter__(self) -> TensorReader:
         return self

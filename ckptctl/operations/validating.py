@@ -227,7 +227,7 @@ def _one(
         from ckptctl.operations.checks.sums import check_archives
         from ckptctl.operations.checks.values import check_values
 
-        check_archives(found)
+        check_archives(found, jobs)
         if one.checkpoint is not None and not one.checkpoint.unsafe:
             tell = _telling(found, progress)
             check_values(found, one.checkpoint, budget, jobs, tell)

@@ -21,15 +21,26 @@ def walk(tree: Tree) -> Iterator[tuple[Path, Tree]]:
     seen: set[int] = set()
     keep: list[Tree] = []  # nodes made on the way (pairs of a record) must live as long as their identity is in seen
     todo: list[tuple[Path, Tree]] = [(None, tree)]
+    leaves = _LEAVES
     while todo:
         path, node = todo.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
         yield path, node
-        below = [(key, child) for key, child in _children(node) if type(child) not in _LEAVES and id(child) not in seen]
-        keep.extend(child for _, child in below)
-        todo.extend(((path, key), child) for key, child in reversed(below))
+        kind = type(node)
+        if kind is Storage:
+            continue
+        if kind is TensorRef:  # most nodes of most files
+            if node.attributes is not None:
+                todo.append(((path, ""), node.attributes))
+            todo.append(((path, ""), node.storage))
+            continue
+        below = [(key, child) for key, child in _children(node) if type(child) not in leaves and id(child) not in seen]
+        if kind is Record:
+            keep.extend(child for _, child in below)
+        below.reverse()
+        todo.extend([((path, key), child) for key, child in below])
 
 
 def path_text(path: Path) -> str:

@@ -22,7 +22,6 @@ from ckptctl.formats.torchfile.read import CALLS, TorchFile, open_torch
 from ckptctl.formats.torchfile.rebuild import Storages
 from ckptctl.formats.torchfile.sniff import refuse_other, sniff
 from ckptctl.formats.zipdir import read_zip
-from ckptctl.operations.checks.found import Archive, Found
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from ckptctl.core.errors import Severity
     from ckptctl.formats.pickles.danger import Finding
     from ckptctl.formats.zipdir import ZipDirectory, ZipRecord
+    from ckptctl.operations.checks.found import Found
 
 TORCH = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".th", ".tar")
 _ALWAYS_TORCH = (".pt", ".pth", ".ckpt")
@@ -175,13 +175,13 @@ def _torch(found: Found, name: str, reader: FileBytes, kind: str) -> None:
     safe_globals(found, name, opened)
     for at, why in opened.unsupported:
         found.note("unsupported", "a part of the file is not read", file=name, tensor=at, why=why, severity="info")
-    names, storages = _names(opened)
+    names = _names(opened)
     if names:
         found.names[name] = names
         found.tensors += len(names)
     if opened.directory is not None:
         _members(found, name, reader, opened.directory, opened.directory.record("data.pkl"))
-        found.archives[name] = Archive(opened.directory, storages)
+        found.archives.append(name)
 
 
 def _unread(found: Found, name: str, reader: FileBytes, kind: str) -> None:
@@ -247,15 +247,21 @@ def grave_global(name: Global) -> bool:
     return verdict(name) == "unknown" and name.module.split(".")[0] in FRAMEWORKS
 
 
-def _names(opened: TorchFile) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Names of the state dict in a file, and for each storage's key the first tensor that is in it."""
-    storages: dict[str, str] = {}
-    for path, node in walk(opened.root):
-        if isinstance(node, (TensorRef, Storage)):
-            storage = node.storage if isinstance(node, TensorRef) else node
-            storages.setdefault(storage.key, path_text(path))
+def _names(opened: TorchFile) -> tuple[str, ...]:
+    """Names of the state dict in a file; paths of its tensors where there is none."""
     try:
         names = tuple(find(opened.root, lambda tree: isinstance(tree, TensorRef)).model)
     except CkptError:  # no state dict: what it is concerns its format's reader
         names = ()
-    return names or tuple(dict.fromkeys(storages.values())), storages
+    return names or tuple(dict.fromkeys(tensors_in(opened).values()))
+
+
+def tensors_in(opened: TorchFile) -> dict[str, str]:
+    """For each storage's key the path of the first tensor that is in it."""
+    out: dict[str, str] = {}
+    for path, node in walk(opened.root):
+        if isinstance(node, (TensorRef, Storage)):
+            key = node.storage.key if isinstance(node, TensorRef) else node.key
+            if key not in out:
+                out[key] = path_text(path)
+    return out

@@ -14,19 +14,10 @@ if TYPE_CHECKING:
     from ckptctl.core.errors import CkptError, Severity
     from ckptctl.formats.hf.index import Index
     from ckptctl.formats.st.header import StHeader
-    from ckptctl.formats.zipdir import ZipDirectory
 
 Level = Literal["header", "structure", "values"]
 _LIMIT = 200
 """Findings of one kind and severity that are kept; the rest are counted."""
-
-
-@dataclass(slots=True)
-class Archive:
-    """A torch zip that was opened: its records, and which tensor each storage is of, by the storage's key."""
-
-    directory: ZipDirectory
-    tensors: dict[str, str]
 
 
 @dataclass
@@ -40,7 +31,8 @@ class Found:
     """Headers of the safetensors files that could be read."""
     indexes: dict[str, Index] = field(default_factory=dict)
     """Indexes that could be read."""
-    archives: dict[str, Archive] = field(default_factory=dict)
+    archives: list[str] = field(default_factory=list)
+    """Torch zips that could be read."""
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of the tensors in each file, where the file has such."""
     unreadable: set[str] = field(default_factory=set)
