@@ -228,15 +228,17 @@ class Noise:
     """Endless float32 noise from one block of 8 MiB, a prime number of elements on each time."""
 
     def __init__(self) -> None:
-        self.block = np.random.default_rng(0).normal(0, 0.02, 2**21).astype("<f4").tobytes()
+        block = np.random.default_rng(0).normal(0, 0.02, 2**21).astype("<f4")
+        self.block, self.squares = block.tobytes(), (block * block).tobytes()
         self.at = 0
 
-    def take(self, nbytes: int) -> Iterator[bytes]:
-        """Nbytes of it, in chunks."""
-        self.at = (self.at + 4 * 1009) % len(self.block)
+    def take(self, nbytes: int, *, squares: bool) -> Iterator[bytes]:
+        """Nbytes of it, in chunks; of its squares, as second moments are."""
+        block = self.squares if squares else self.block
+        self.at = (self.at + 4 * 1009) % len(block)
         at = self.at
         while nbytes:
-            chunk = self.block[at : at + nbytes]
+            chunk = block[at : at + nbytes]
             yield chunk
             nbytes, at = nbytes - len(chunk), 0
 
@@ -297,7 +299,9 @@ def write(folder: Path, shape: Shape, ranks: int) -> None:
                     continue
                 lo, n = boxes[rank]
                 at, nbytes = out.tell(), 4 * math.prod(n)
-                data = noise.take(nbytes) if full else iter([np.float32(1000).tobytes()])
+                data = (
+                    noise.take(nbytes, squares=path[-1] == "exp_avg_sq") if full else iter([np.float32(1000).tobytes()])
+                )
                 length = write_item(out, tensor_pickle(n), nbytes, data)
                 key = made(MetadataIndex, {"fqn": dotted(path), "offset": size(lo), "index": rank})
                 storage[key] = made(StorageInfo, {"relative_path": file, "offset": at, "length": length})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WIDE = {"bfloat16": "float32", "float16": "float32", "float32": "float32", "float64": "float64"}
 """What a float type is widened to, exactly, to be compared with another."""
-_BLOCK_NBYTES = 1 << 19
+_BLOCK_NBYTES = 1 << 20
 """Bytes of each side at a time: both stay in a core's cache."""
 Name = tuple[str, str]
 
