@@ -58,6 +58,7 @@ def add(app: typer.Typer) -> None:
         optimizer: options.OPTIMIZER = None,
         vocab_divisor: options.VOCAB_DIVISOR = None,
         layer_spec: options.LAYER_SPEC = None,
+        like: options.LIKE = None,
         index_keys: Annotated[
             bool,
             typer.Option("--index-keys", help="torch: key the optimizer's state by torch's numbers, not by names."),
@@ -136,6 +137,7 @@ def add(app: typer.Typer) -> None:
             optimizer=optimizer,
             vocab_divisor=vocab_divisor,
             layer_spec=layer_spec,
+            like=like,
         )
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:

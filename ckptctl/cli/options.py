@@ -95,6 +95,15 @@ LAYER_SPEC = Annotated[
         metavar="SPEC",
     ),
 ]
+LIKE = Annotated[
+    Path | None,
+    typer.Option(
+        "--like",
+        help="megatron: the run that the result is for: a checkpoint of it, or a file of its arguments. What no other "
+        "flag says is as it has it.",
+        metavar="PATH",
+    ),
+]
 HTML = Annotated[
     list[str] | None,
     typer.Option("--output", "-o", help="One self-contained page, html=FILE, besides.", metavar="html=FILE"),

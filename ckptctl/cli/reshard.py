@@ -27,6 +27,7 @@ def add(app: typer.Typer) -> None:
         optimizer: options.OPTIMIZER = None,
         vocab_divisor: options.VOCAB_DIVISOR = None,
         layer_spec: options.LAYER_SPEC = None,
+        like: options.LIKE = None,
         max_shard_size: Annotated[
             str | None,
             typer.Option(
@@ -78,6 +79,7 @@ def add(app: typer.Typer) -> None:
                 optimizer=optimizer,
                 vocab_divisor=vocab_divisor,
                 layer_spec=layer_spec,
+                like=like,
             )
         report.show(result, as_json=json, quiet=quiet, verbose=verbose)
         return 0

@@ -58,7 +58,7 @@ FORMATS = ("deepspeed", "megatron", "foreign", "trainer", "accelerate", "lightni
 """
 
 MEGATRON_FLAGS = frozenset(
-    {"dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "layer_spec"}
+    {"dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "layer_spec", "like"}
 )
 
 TARGETS: dict[str, Target] = {

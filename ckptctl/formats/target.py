@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.output import OutputFile, Region
 
@@ -140,6 +140,8 @@ class Choices:
     """plain or distributed; None: the source's, else by dp."""
     vocab_divisor: int | None = None
     layer_spec: str | None = None
+    like: Any = None
+    """The run that the result is for, as the target's format reads it; None where none was given."""
     weights_alone: bool = False
     """No optimizer goes with the weights, nor is one to be made: a loader takes the model and nothing else."""
     param_order: tuple[str, ...] = ()

@@ -9,6 +9,8 @@ from ckptctl.core.errors import Usage
 from ckptctl.formats import TARGETS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ckptctl.formats.target import Target
 
 DTYPE_CHOICES = ("source", "float32", "bfloat16", "float16")
@@ -45,6 +47,8 @@ class Conversion:
     optimizer: str | None = None
     vocab_divisor: int | None = None
     layer_spec: str | None = None
+    like: Path | str | None = None
+    """A checkpoint, or a file of arguments, of the run that the result is for."""
 
     @property
     def target(self) -> Target:
@@ -53,8 +57,8 @@ class Conversion:
 
 
 LAYOUT_FLAGS = (
-    "dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "layer_spec", "index_keys", "bare",
-    "names", "module_prefix", "zero_stage", "universal",
+    "dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "layer_spec", "like", "index_keys",
+    "bare", "names", "module_prefix", "zero_stage", "universal",
 )  # fmt: skip
 """Fields of Conversion that are not for every target. max_shard_size has a default: it never contradicts."""
 

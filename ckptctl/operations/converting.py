@@ -10,6 +10,7 @@ from ckptctl.core.sizes import parse_size
 from ckptctl.formats.target import Choices
 from ckptctl.operations.content import content_of
 from ckptctl.operations.conversion import check_flags
+from ckptctl.operations.likeness import with_like
 from ckptctl.operations.merging import merged
 from ckptctl.operations.naming import for_target, named_for
 from ckptctl.operations.opening import fingerprint, given_order, open_movable
@@ -38,6 +39,7 @@ def convert(
     stands at dst.
     """
     check_flags(wanted)
+    wanted, like = with_like(wanted)
     running = running or Running()
     budget = budget_of(running)
     require_apart(running, Path(src), Path(dst))
@@ -66,6 +68,7 @@ def convert(
         optimizer=wanted.optimizer,
         vocab_divisor=wanted.vocab_divisor,
         layer_spec=wanted.layer_spec,
+        like=like,
         param_order=given_order(reading.param_order) if reading else (),
     )
     if choices.max_shard_nbytes < 1:

@@ -12,6 +12,7 @@ from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Choices
 from ckptctl.operations.content import content_of
 from ckptctl.operations.conversion import Conversion, check_flags
+from ckptctl.operations.likeness import with_like
 from ckptctl.operations.opening import Reading, fingerprint, given_order, open_movable
 from ckptctl.operations.planning import planned_job
 from ckptctl.operations.running import Running, budget_of, require_apart, run_planned, source_document
@@ -80,6 +81,7 @@ def reshard(
         **flags,
     )
     check_flags(wanted)
+    wanted, like = with_like(wanted)
     content, lines = content_of(source, wanted, own_names=True)
     mesh = mesh_of(source, wanted)
     choices = Choices(
@@ -91,6 +93,7 @@ def reshard(
         optimizer=wanted.optimizer,
         vocab_divisor=wanted.vocab_divisor,
         layer_spec=wanted.layer_spec,
+        like=like,
         param_order=given_order(reading.param_order) if reading else (),
     )
     choices = replace(choices, **mesh)  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ class _Layout:
             schedule = root.pop("opt_param_scheduler")
             root["optimizer"] = self.optimizer(rank, made)
             root["opt_param_scheduler"] = schedule
-        states = target.random_states.get((rank.pp, rank.tp, rank.ep))
+        states = target.random_state(rank.pp, rank.tp, rank.ep, rank.ep)
         if states is not None:
             root["rng_state"] = made.value(states)
         root["num_floating_point_operations_so_far"] = common(target)["num_floating_point_operations_so_far"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from ckptctl.core.output import OutputFile, Put
@@ -209,12 +210,20 @@ def _extra_states(target: Target, stacks: dict[str, list[list[str]]]) -> Iterato
 
 
 def _random(target: Target) -> Iterator[Named]:
-    """Ranks' random states, where the mesh is the source's."""
+    """Ranks' random states. Under expert parallelism each data-parallel rank has its own.
+
+    Source: core_v0.16.1, megatron/training/checkpointing.py, get_rng_state.
+    """
     facts = target.facts
-    for at, states in target.random_states.items():
-        axes = (facts.pp, facts.tp) if facts.ep == 1 else (facts.pp, facts.tp, facts.dp or 1)
-        where = ".".join(map(str, at[: len(axes)]))
-        name = f"rng_state/shard_{where}_{'.'.join(map(str, axes))}"
+    replicas = (facts.dp or 1) * max(1, facts.number("context_parallel_size", 1)) if facts.ep > 1 else 1
+    axes = (facts.pp, facts.tp, replicas)
+    for pp, tp, dp in product(*map(range, axes)):
+        states = target.random_state(pp, tp, dp, dp % facts.ep)
+        if states is None:
+            continue
+        shown = 2 if facts.ep == 1 else 3
+        where, whole = (".".join(map(str, at[:shown])) for at in ((pp, tp, dp), axes))
+        name = f"rng_state/shard_{where}_{whole}"
         yield Named(name, (name,), None, [states])
 
 

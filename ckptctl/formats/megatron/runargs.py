@@ -8,12 +8,14 @@ from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.core.values import Global, Record, Tree
 from ckptctl.formats.megatron import model
 from ckptctl.formats.megatron.facts import NAMESPACES, Facts, of_namespace
+from ckptctl.formats.pickles.nodes import show
 from ckptctl.names import family, megatron_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.formats.megatron.like import Like
     from ckptctl.formats.target import Choices
 
 DEFAULT_DIVISOR = 128
@@ -26,17 +28,53 @@ _UNEVEN = (
     "account_for_loss_in_pipeline_split",
 )
 
+_PROGRESS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "iteration")
+"""How far a run is: never another's."""
+_MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
+    "group_query_attention", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim", "num_experts", "moe_ffn_hidden_size", "moe_router_topk",
+    "moe_shared_expert_intermediate_size", "swiglu", "normalization", "layernorm_epsilon", "norm_epsilon",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent",
+    "untie_embeddings_and_output_weights",
+)  # fmt: skip
+"""What two runs of one model have alike."""
+
 
 def source_args(source: Checkpoint) -> dict[str, Any]:
     """The args of a Megatron source; {} for others."""
     return dict(of_namespace(source.native.get("args"), source.root).args)
 
 
-def base_args(source: Checkpoint) -> dict[str, Any]:
-    """The source's args where it is Megatron's, else what its config says.
+def base_args(source: Checkpoint, like: Like | None = None) -> dict[str, Any]:
+    """The args that a result begins with: the source's where it is Megatron's, else what its config says.
 
-    MissingFact where neither is there, or the family is not known.
+    Over them those of the run that it is for. MissingFact where nothing says the model; Unsupported where that run is
+    of another one.
     """
+    own = _own_args(source)
+    if like is None:
+        return own
+    for name in _MODEL:
+        ours, theirs = own.get(name), like.args.get(name)
+        if ours is None or theirs is None or ours == theirs:
+            continue
+        if name == "num_query_groups" and not (
+            own.get("group_query_attention") and like.args.get("group_query_attention")
+        ):
+            continue
+        raise Unsupported(
+            f"--like: its run has {name} {show(theirs)}, the model {show(ours)}",
+            where=like.where,
+            why="args that a result takes from another run must be of the same model",
+            fix="give a checkpoint or a file of arguments of a run of this model",
+            code="like-differs",
+        )
+    begun = {} if like.is_whole and not source_args(source) else own
+    return {**begun, **like.args, **{k: own[k] for k in _PROGRESS if k in own}}
+
+
+def _own_args(source: Checkpoint) -> dict[str, Any]:
     own = source_args(source)
     if own:
         return own
@@ -56,12 +94,14 @@ def target_facts(
     source: Checkpoint, choices: Choices, padded: int, *, distributed: bool, form: str, dtype: str, step: int | None
 ) -> Facts:
     """The args of the result's run. Unsupported, saying what would do, where the mesh does not divide the model."""
-    args = base_args(source)
+    like = choices.like
+    args = base_args(source, like)
+    _require_type(like, dtype)
     before = Facts(args, source.root)
     tp, pp, vpp, ep = choices.tp, choices.pp, choices.vpp, choices.ep
     _require_divides(before, tp, ep)
     layers = before.number("num_layers")
-    if (pp, vpp) != (before.pp, before.vpp) or not source.native.get("args"):
+    if (pp, vpp) != (before.pp, before.vpp) or not (like or source.native.get("args")):
         args.update({k: False if k.startswith("account") else None for k in _UNEVEN})
         if layers % (pp * vpp):
             fits = [n for n in range(1, layers + 1) if layers % (n * vpp) == 0]
@@ -95,7 +135,7 @@ def target_facts(
         args["iteration"] = step
     if not source_args(source):
         args.update(
-            consumed_train_samples=_samples(source),
+            consumed_train_samples=samples_of(source, like, step),
             consumed_valid_samples=0,
             skipped_train_samples=0,
             bf16=dtype == "bfloat16",
@@ -108,13 +148,34 @@ def target_facts(
     return Facts(args, "the result's args", source.facts.config or {})
 
 
-def _samples(source: Checkpoint) -> int:
-    """Samples that the run has seen, where the source counts them; 0 where not."""
+def samples_of(source: Checkpoint, like: Like | None, step: int | None) -> int:
+    """Samples that the run has seen: the source's count, else its steps in batches of the run that the result is for.
+
+    0 where nothing says it.
+    """
+    own = source_args(source)
+    if own:
+        return Facts(own, source.root).number("consumed_train_samples", 0)
     for name in ("consumed_train_samples", "global_samples"):
         value = source.values.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-    return 0
+    batch = Facts(like.args, like.where).number("global_batch_size", 0) if like is not None else 0
+    return (step or 0) * batch
+
+
+def _require_type(like: Like | None, dtype: str) -> None:
+    """Unsupported where the run that the result is for trains in another type than the weights have."""
+    said = {} if like is None else like.args
+    for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if flag in said and bool(said[flag]) != (dtype == name):
+            assert like is not None
+            raise Unsupported(
+                f"--like: its run has {flag} {bool(said[flag])}, and the weights are {dtype}",
+                where=like.where,
+                fix=f"add --dtype {name if said[flag] else 'float32'}, or give the arguments of a run in {dtype}",
+                code="like-differs",
+            )
 
 
 def _require_divides(facts: Facts, tp: int, ep: int) -> None:

@@ -64,11 +64,12 @@ def groups_of(
     *,
     apart: bool,
     distributed: bool,
+    constants: Mapping[str, Tree] | None = None,
 ) -> Groups:
     """Megatron's groups with the settings of the source's.
 
-    step is the count of updates. Unsupported where parameters of one of Megatron's groups train differently in the
-    source.
+    step is the count of updates; constants are those of the schedule that goes on, where it is not the source's.
+    Unsupported where parameters of one of Megatron's groups train differently in the source.
     """
     of: dict[Sort, dict[str, Tree]] = {}
     first: dict[Sort, tuple[str, tuple[Tree, ...]]] = {}
@@ -98,6 +99,8 @@ def groups_of(
         if fam not in first:
             first[fam] = (name, said)
             of[fam] = _settings(group.options, fam, distributed=distributed)
+            if constants is not None and not of[fam]["is_decoupled_lr"]:
+                of[fam] |= {k: constants[k] for k in ("max_lr", "min_lr") if k in constants}
     for fam, settings in of.items():
         if not fam.decays and settings["weight_decay"]:
             notes.append(
@@ -121,10 +124,10 @@ def _settings(options: Mapping[str, Tree], fam: Sort, *, distributed: bool) -> d
         "wd_mult": options.get("wd_mult", options.get("pre_wd_mult", 1.0)),
         "lr_mult": options.get("lr_mult", options.get("pre_lr_mult", 1.0)),
         "is_decoupled_lr": options.get("is_decoupled_lr", False),
-        "max_lr": options.get("max_lr", options.get("initial_lr", lr)),
-        "min_lr": options.get("min_lr", lr),
-        "lr": lr,
     }
+    # Without bounds of its own a group has the run's, by its flags. Source: core/optimizer_param_scheduler.py, get_lr.
+    out |= {k: options[k] for k in ("max_lr", "min_lr") if k in options}
+    out["lr"] = lr
     if distributed:
         out["bias_correction"] = options.get("bias_correction", True)
     out["betas"] = _plain(options.get("betas", (0.9, 0.999)))

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.checkpoint import part_of
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import StateNotCarried, Unsupported, Usage
 from ckptctl.core.output import Fill, OutputFile, Put, Region
 from ckptctl.core.tensor import Key
-from ckptctl.formats.megatron import model, runargs, stages, state
+from ckptctl.formats.megatron import model, runargs, schedule, seeds, stages, state, told
 from ckptctl.formats.megatron.read import TRACKER
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 
@@ -47,24 +46,20 @@ class Target:
     distributed: bool
     groups: state.Groups | None
     padding: Mapping[Key, Tensor]
+    constants: Mapping[str, Tree] | None = None
+    """Of the schedule that goes on, where it is that of another run than the source's."""
+    random: str = ""
+    """What becomes of ranks' random states: kept, seeded, or nothing."""
     made: dict[Key, Tensor] = field(default_factory=dict)
     items: dict[tuple[Key, str], Item] = field(default_factory=dict)
     """What is written under another type than the content says."""
 
-    @property
-    def same_mesh(self) -> bool:
-        """Whether ranks are the source's, so that their random states are theirs."""
-        source, facts = self.content.source, self.facts
-        own = source.layout
-        alike = source.format == "megatron" and all(own.get(a) == getattr(facts, a) for a in ("tp", "pp", "ep"))
-        form = {"torch": "classic"}.get(str(facts.args.get("ckpt_format")), "torch_dist")
-        return alike and (facts.ep == 1 or (own.get("dp") == facts.dp and source.variant == form))
-
-    @property
-    def random_states(self) -> Mapping[tuple[int, ...], Tree]:
-        """Ranks' random states by (pipeline, tensor, expert- or data-parallel rank); {} for another mesh."""
+    def random_state(self, pp_rank: int, tp_rank: int, third: int, ep_rank: int) -> Tree:
+        """The random state of a rank, None for none. third: its data-parallel rank, or in classic files its ep_rank."""
+        if self.random == "seeded":
+            return seeds.seeded(self.facts, tp_rank, pp_rank, ep_rank)
         found = self.content.source.native.get("rng_state")
-        return found if self.same_mesh and isinstance(found, dict) else {}
+        return found.get((pp_rank, tp_rank, third)) if self.random == "kept" and isinstance(found, dict) else None
 
     @property
     def parameters(self) -> list[str]:
@@ -220,18 +215,55 @@ def _decided(content: Content, choices: Choices, form: str) -> tuple[Target, lis
     if content.optimizer is not None and content.states:
         _require_adam(content)
         parameters = {n: s for n, s in shapes.items() if not model.is_buffer(n)}
+        constants = None if choices.like is None else choices.like.constants
         groups = state.groups_of(
-            content.optimizer, parameters, choices.updates, apart=choices.ep > 1, distributed=distributed
+            content.optimizer,
+            parameters,
+            choices.updates,
+            apart=choices.ep > 1,
+            distributed=distributed,
+            constants=constants,
         )
         lines += [Line("param groups", "converted", note) for note in groups.notes]
         if not groups.notes:
             lines.append(Line("param groups", "carried", f"{len(groups.of)} groups of {len(parameters)} parameters"))
     folder = "release" if step is None else f"iter_{step:07d}"
+    random = _random(content, facts, has_state=groups is not None, step=step)
+    if step is not None:
+        facts = replace(
+            facts, args={**facts.args, "no_save_optim": groups is None or None, "no_save_rng": not random or None}
+        )
     fused = _spec(content, choices) == "te"
     target = Target(
-        content, facts, folder, step, weights, shapes, tied, fused, distributed, groups, dict(source.padding)
+        content,
+        facts,
+        folder,
+        step,
+        weights,
+        shapes,
+        tied,
+        fused,
+        distributed,
+        groups,
+        dict(source.padding),
+        None if choices.like is None else choices.like.constants,
+        random,
     )
-    return target, [*lines, *_lines(target, choices, form, true, padded)]
+    return target, [*lines, *told.lines_of(target, choices, form, true, padded, common(target))]
+
+
+def _random(content: Content, facts: Facts, *, has_state: bool, step: int | None) -> str:
+    """What becomes of ranks' random states: kept where ranks are the source's, else seeded where a run goes on."""
+    source = content.source
+    if step is None or (source.optimizer is not None and content.optimizer is None):
+        return ""
+    own = source.layout
+    alike = source.format == "megatron" and all(own.get(a) == getattr(facts, a) for a in ("tp", "pp", "ep"))
+    form = {"torch": "classic"}.get(str(facts.args.get("ckpt_format")), "torch_dist")
+    alike = alike and (facts.ep == 1 or (own.get("dp") == facts.dp and source.variant == form))
+    if alike and source.native.get("rng_state"):
+        return "kept"
+    return "seeded" if has_state else ""
 
 
 def _spec(content: Content, choices: Choices) -> str:
@@ -259,82 +291,26 @@ def _require_adam(content: Content) -> None:
         )
 
 
-def _lines(target: Target, choices: Choices, form: str, true: int, padded: int) -> list[Line]:
-    facts = target.facts
-    mesh = f"tp {facts.tp}, pp {facts.pp}, vpp {facts.vpp}, ep {facts.ep}, dp {choices.dp}"
-    how = (
-        "no optimizer"
-        if target.groups is None
-        else "distributed optimizer"
-        if target.distributed
-        else "plain optimizer"
-    )
-    layers = "the Transformer Engine's" if target.fused else "local"
-    lines = [Line("layout", "written", f"{form}, {mesh}, {how}, names of {layers} layers (--layer-spec)")]
-    have = next((t.shape[0] for k, t in target.padding.items() if k.kind == "weight"), 0)
-    rows = f"{true} rows padded to {padded} (a multiple of {runargs.divisor(target.content.source, choices)} x tp)"
-    if padded > true or have:
-        fate = "carried" if have == padded - true else "dropped" if have > padded - true else "filled"
-        kept = min(have, padded - true)
-        detail = f"{rows}: {kept} as the source has them"
-        if have > kept:
-            detail += f", {have - kept} trained rows let go: the loss over the padded vocabulary changes"
-        if padded - true > kept:
-            detail += f", {padded - true - kept} of zeros"
-        lines.append(Line("vocabulary padding", fate, detail))
-    if target.groups is not None:
-        carried = "opt_param_scheduler" in target.content.values
-        lines.append(
-            Line("scheduler", "carried", "opt_param_scheduler")
-            if carried
-            else Line("scheduler", "written", "a constant one: resume with --override-opt_param-scheduler")
-        )
-    if target.content.source.format != "megatron" and target.step is not None:
-        samples = facts.number("consumed_train_samples", 0)
-        known = f"{samples} samples" if samples else "samples 0: the source does not count them"
-        lines.append(Line("counters", "written", f"iteration {target.step}, {known}"))
-    dropped = [n for n in target.content.values if part_of(n) in ("rng", "other") and n not in OWN_VALUES]
-    if dropped:
-        lines.append(Line("other values", "dropped", f"{', '.join(dropped)}: Megatron has no place for them"))
-    if not target.same_mesh and "rng_state" in target.content.source.native:
-        lines.append(Line("random state", "dropped", "it is of the ranks of another mesh: resume with --no-load-rng"))
-    elif "rng_state" in target.content.source.native:
-        lines.append(Line("random state", "carried", "the mesh is the same"))
-    else:
-        lines.append(Line("random state", "absent", "the source has none that fits: resume with --no-load-rng"))
-    return lines
-
-
 def common(target: Target) -> dict[str, Tree]:
     """What every file's dict has besides model, optimizer and random state."""
     values = target.content.values
     out: dict[str, Tree] = {"checkpoint_version": 3.0, "iteration": target.step or 0}
     if target.groups is not None:
-        samples = target.facts.number("consumed_train_samples", 0)
-        out["opt_param_scheduler"] = values.get("opt_param_scheduler") or _schedule(target.groups, samples)
+        out["opt_param_scheduler"] = _schedule(target, values.get("opt_param_scheduler"))
     out["num_floating_point_operations_so_far"] = values.get("num_floating_point_operations_so_far", 0)
     return out
 
 
-def _schedule(groups: state.Groups, samples: int) -> dict[str, Tree]:
-    """A schedule that stays where the source is, for sources without Megatron's. num_steps counts samples there.
-
-    Source: Megatron-LM core_v0.16.1, megatron/core/optimizer_param_scheduler.py, state_dict.
-    """
-    first = next(iter(groups.of.values()))
-    decay = max(float(g["weight_decay"]) for g in groups.of.values())
-    return {
-        "max_lr": first["lr"],
-        "lr_warmup_steps": 0,
-        "num_steps": samples,
-        "lr_decay_style": "constant",
-        "lr_decay_steps": max(1, samples),
-        "min_lr": first["lr"],
-        "start_wd": decay,
-        "end_wd": decay,
-        "wd_incr_style": "constant",
-        "wd_incr_steps": max(1, samples),
-    }
-
-
-OWN_VALUES = ("num_floating_point_operations_so_far", "opt_param_scheduler", "iteration")
+def _schedule(target: Target, own: Tree) -> Tree:
+    """The source's scheduler, or where it is on the curve of --like; for others one that stays where the source is."""
+    samples = target.facts.number("consumed_train_samples", 0)
+    before = own.get("num_steps") if isinstance(own, dict) else None
+    if target.constants is not None:
+        return schedule.saved(target.constants, before if type(before) is int else samples)
+    if own:
+        return own
+    assert target.groups is not None
+    groups = target.groups.of.values()
+    lr, decay = float(next(iter(groups))["lr"]), max(float(g["weight_decay"]) for g in groups)
+    total = schedule.length_of(target.content.source)
+    return schedule.saved(schedule.constant(lr, decay, total or samples), samples)

@@ -1,0 +1,101 @@
+"""The lines of the report on a Megatron result: mesh, vocabulary, scheduler, counters, random state. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptctl.core.checkpoint import part_of
+from ckptctl.formats.megatron import runargs, schedule, seeds
+from ckptctl.formats.target import Line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptctl.core.values import Tree
+    from ckptctl.formats.megatron.write import Target
+    from ckptctl.formats.target import Choices
+
+OWN_VALUES = ("num_floating_point_operations_so_far", "opt_param_scheduler", "iteration")
+
+
+def lines_of(
+    target: Target, choices: Choices, form: str, true: int, padded: int, common: Mapping[str, Tree]
+) -> list[Line]:
+    """Every line besides those of the groups. common is what all its files have; true and padded count rows."""
+    facts = target.facts
+    mesh = f"tp {facts.tp}, pp {facts.pp}, vpp {facts.vpp}, ep {facts.ep}, dp {choices.dp}"
+    how = (
+        "no optimizer"
+        if target.groups is None
+        else "distributed optimizer"
+        if target.distributed
+        else "plain optimizer"
+    )
+    layers = "the Transformer Engine's" if target.fused else "local"
+    lines = [Line("layout", "written", f"{form}, {mesh}, {how}, names of {layers} layers (--layer-spec)")]
+    have = next((t.shape[0] for k, t in target.padding.items() if k.kind == "weight"), 0)
+    rows = f"{true} rows padded to {padded} (a multiple of {runargs.divisor(target.content.source, choices)} x tp)"
+    if padded > true or have:
+        fate = "carried" if have == padded - true else "dropped" if have > padded - true else "filled"
+        kept = min(have, padded - true)
+        detail = f"{rows}: {kept} as the source has them"
+        if have > kept:
+            detail += f", {have - kept} trained rows let go: the loss over the padded vocabulary changes"
+        if padded - true > kept:
+            detail += f", {padded - true - kept} of zeros"
+        lines.append(Line("vocabulary padding", fate, detail))
+    if choices.like is not None:
+        lines.append(Line("args", "written", f"over them those of the run of --like, {choices.like.where}"))
+    if target.groups is not None:
+        lines += _scheduler_lines(target, common["opt_param_scheduler"])
+    if target.content.source.format != "megatron" and target.step is not None:
+        lines.append(Line("counters", "written", f"iteration {target.step}, {_samples_said(target)}"))
+    dropped = [n for n in target.content.values if part_of(n) in ("rng", "other") and n not in OWN_VALUES]
+    if dropped:
+        lines.append(Line("other values", "dropped", f"{', '.join(dropped)}: Megatron has no place for them"))
+    lines.append(_random_line(target))
+    return lines
+
+
+def _random_line(target: Target) -> Line:
+    has = "rng_state" in target.content.source.native
+    if target.random == "kept":
+        return Line("random state", "carried", "the mesh is the same")
+    if target.random == "seeded":
+        why = "the source's is of the ranks of another mesh" if has else "the source has none of Megatron's ranks"
+        seed = seeds.seed_of(target.facts)
+        return Line("random state", "written", f"seeded from {seed} as Megatron does at a run's start: {why}")
+    if has:
+        return Line("random state", "dropped", "no run goes on from weights alone: load with --no-load-rng")
+    return Line("random state", "absent", "the source has none: load with --no-load-rng")
+
+
+def _samples_said(target: Target) -> str:
+    samples = target.facts.number("consumed_train_samples", 0)
+    if not samples:
+        return "samples 0: the source does not count them, nor does --like say a batch"
+    counted = runargs.samples_of(target.content.source, None, target.step)
+    return f"{samples} samples" + ("" if counted else ": its steps in batches of the run of --like")
+
+
+def _scheduler_lines(target: Target, written: Tree) -> list[Line]:
+    """What becomes of the scheduler, and whether the learning rate goes on where the source is."""
+    if target.constants is None:
+        if "opt_param_scheduler" in target.content.values:
+            return [Line("scheduler", "carried", "opt_param_scheduler")]
+        detail = "a constant one: resume with --override-opt_param-scheduler, or give the run with --like"
+        return [Line("scheduler", "written", detail)]
+    samples = written["num_steps"]
+    lines = [Line("scheduler", "written", f"the curve of --like, at sample {samples}")]
+    now = schedule.lr_at(written, samples)
+    assert target.groups is not None
+    for settings in target.groups.of.values():
+        before = settings["lr"]
+        if now is not None and not settings["is_decoupled_lr"] and abs(now - before) > 1e-9 * max(now, before):
+            lines.append(
+                Line(
+                    "learning rate", "converted", f"it goes on with {now:g} by that curve, the source was at {before:g}"
+                )
+            )
+            break
+    return lines
