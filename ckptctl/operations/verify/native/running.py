@@ -1,0 +1,144 @@
+"""A native run from start to end: the pickles are scanned, the ranks run, and what they tell becomes a record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.core.errors import CkptError, Unsafe, Unsupported
+from ckptctl.operations.validating import Validation, validate
+from ckptctl.operations.verify.native.launch import run_ranks
+from ckptctl.operations.verify.native.planning import plan
+from ckptctl.operations.verify.record import SAMPLES, Record, Trained
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.operations.verify.batches import Batch
+    from ckptctl.operations.verify.native.launch import Launch
+    from ckptctl.operations.verify.rules import Rule
+
+Document = dict[str, Any]
+
+
+def scan(path: Path | str) -> Document:
+    """A look at every pickle of a checkpoint, before a framework runs them: how many files were read.
+
+    Raises Unsafe where one would run code, or names what no framework is known to have: loading it runs that.
+    """
+    found = validate([path], Validation(level="header"))
+    for finding in found["findings"]:
+        if finding["code"].startswith("CK5") or finding["kind"].startswith("pickle") or finding["kind"] == "unsafe":
+            raise Unsafe(
+                f"--native loads pickles, and one is not clean: {finding['what']}",
+                where=str(finding["where"].get("file") or path),
+                why=finding["why"],
+                fix="leave --native out: verify's own step runs no pickle; see `ckptctl validate`",
+                code="pickle-not-clean",
+            )
+    unsafe = [row for row in found["checkpoints"] if not row["safe"]["answer"]]
+    if unsafe:
+        raise Unsafe("--native loads pickles, and this checkpoint is not safe", where=str(path), why=str(unsafe[0]["safe"]))
+    return {"clean": True, "files": found["checked"]["files"]}
+
+
+def run_native(
+    checkpoint: Checkpoint,
+    named: Checkpoint,
+    rule: Rule | None,
+    batches: Sequence[Batch],
+    how: Launch,
+    *,
+    rates: Sequence[Sequence[float]] = (),
+    clip: float = 0.0,
+    seed: int = 1234,
+) -> tuple[Record, Document]:
+    """A checkpoint loaded and trained on by its own framework: the record of the steps, and what to say of the run.
+
+    named is the same checkpoint under the model's parameter names. rates: each step's learning rate of each group.
+    Raises Unsafe before anything is started where a pickle is not clean.
+    """
+    scanned = scan(checkpoint.root)
+    wanted = plan(checkpoint, named, rule)
+    require_gpus(how, wanted.world)
+    job = {
+        **wanted.job,
+        "batches": [_lists(b) for b in batches],
+        "rates": [list(r) for r in rates],
+        "clip": clip,
+        "seed": seed,
+        "samples": SAMPLES,
+        "device": how.device,
+        "threads": 1,
+    }
+    if wanted.runner == "run_deepspeed":
+        rows = len(job["batches"][0]["input_ids"])
+        job["deepspeed"]["config"] |= {"train_micro_batch_size_per_gpu": rows, "gradient_clipping": clip}
+    told = run_ranks(wanted.runner, job, wanted.world, how)
+    record = record_of(told, [g["params"] for g in job["groups"]])
+    about = {
+        "framework": told["framework"],
+        "version": told["version"],
+        "ranks": wanted.world,
+        "device": how.device,
+        "backend": "nccl" if how.device == "cuda" else "gloo",
+        "seconds": told["seconds"],
+        "pickles": scanned,
+        "notes": [*wanted.notes, *told["notes"]],
+        "comparable_digests": told["digests"] == "xxh3",
+    }
+    record.notes += [*wanted.notes, *told["notes"]]
+    return record, about
+
+
+def record_of(told: Document, groups: Sequence[Sequence[str]]) -> Record:
+    """What rank 0 told, as a record."""
+    record = Record(
+        losses=told["losses"],
+        logits=told["logits"],
+        gradient_norms=told["gradient_norms"],
+        lr=told["lr"],
+        finite=told["finite"],
+    )
+    trained = {n for names in groups for n in names}
+    for name, one in told["parameters"].items():
+        record.parameters[name] = Trained(
+            name,
+            tuple(one["shape"]),
+            before=one["before"],
+            after=one["after"],
+            samples=one["samples"],
+            gradient_norms=one["gradient_norms"],
+            step_before=one.get("step_before"),
+            step_after=one.get("step_after"),
+            settings={} if name in trained else None,
+        )
+    return record
+
+
+def require_gpus(how: Launch, world: int) -> None:
+    """Unsupported where a rank would have no GPU of its own."""
+    if how.device != "cuda":
+        return
+    from ckptctl.operations.verify.needs import torch_module
+
+    count = torch_module().cuda.device_count()
+    if count < world:
+        raise Unsupported(
+            f"--native on GPUs needs {world}, one a rank",
+            why=f"torch sees {count} here",
+            fix="--device cpu runs the ranks on the CPU, over gloo",
+            code="no-device",
+        )
+
+
+def _lists(batch: Batch) -> Document:
+    """A batch as lists of ids."""
+    out = {"input_ids": batch.input_ids.tolist(), "labels": batch.labels.tolist()}
+    if batch.attention_mask is not None:
+        out["attention_mask"] = batch.attention_mask.tolist()
+    return out
+
+
+__all__ = ["CkptError", "record_of", "run_native", "scan"]
