@@ -57,6 +57,32 @@ def add(app: typer.Typer) -> None:
         no_optimizer: Annotated[
             bool, typer.Option("--no-optimizer", help="Loss, logits and gradients alone; no update.")
         ] = False,
+        native: Annotated[
+            bool,
+            typer.Option("--native", help="The checkpoint's own framework takes the same steps too; compared."),
+        ] = False,
+        python: Annotated[
+            Path | None,
+            typer.Option("--python", help="The interpreter that has the framework, for --native.", metavar="PATH"),
+        ] = None,
+        native_timeout: Annotated[
+            float, typer.Option("--native-timeout", min=1.0, help="Seconds that --native may take.", metavar="S")
+        ] = 900.0,
+        recompute: Annotated[
+            str | None,
+            typer.Option(
+                "--recompute",
+                help="A step under each activation recomputation policy: none, full, every=N, selective.",
+                metavar="POLICY,...",
+            ),
+        ] = None,
+        find_max_batch: Annotated[
+            bool, typer.Option("--find-max-batch", help="The largest batch under each policy, on a GPU.")
+        ] = False,
+        output: Annotated[
+            list[str] | None,
+            typer.Option("--output", "-o", help="A page or a picture besides.", metavar="html=FILE|png=FILE"),
+        ] = None,
         model_config: options.MODEL_CONFIG = None,
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
@@ -67,6 +93,7 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Train the next step from a checkpoint, or two, and compare. Exit 0 equal, 1 not. Needs ckptctl[verify]."""
+        files = report.verify_files(output or (), has_picture=recompute is not None or find_max_batch)
         reading = operations.Reading(model_config, None, None, param_order, module, key_map)
         what = operations.Verification(
             steps=steps,
@@ -79,8 +106,14 @@ def add(app: typer.Typer) -> None:
             lr=operations.parse_rates(lr),
             clip=clip_grad,
             no_optimizer=no_optimizer,
+            native=native,
+            python=None if python is None else str(python),
+            native_timeout_s=native_timeout,
+            recompute=recompute,
+            find_max_batch=find_max_batch,
         )
         say = report.saying(enabled=not (quiet or no_progress or json))
         result = operations.verify_training(a, b, what, reading, progress=say)
+        report.write_verify_files(result, files)
         report.show(result, as_json=json, quiet=quiet)
         return 0 if result["equal"] else 1

@@ -53,9 +53,9 @@ def html_files(words: Sequence[str]) -> tuple[Path, ...]:
 def write_pages(document: Document, files: Iterable[Path]) -> None:
     """The document's page, to every file. CkptError (write-failed) where the disk says no."""
     for path in files:
-        page = {"ckptctl.inspect/1": inspect_page, "ckptctl.diff/1": diff_page}[document["schema"]](document)
+        made = {"ckptctl.inspect/1": inspect_page, "ckptctl.diff/1": diff_page}[document["schema"]](document)
         try:
-            path.write_text(page, encoding="utf-8", errors="backslashreplace")
+            path.write_text(made, encoding="utf-8", errors="backslashreplace")
         except OSError as err:
             why = err.strerror or str(err)
             raise CkptError("a page cannot be written", where=str(path), why=why, code="write-failed") from err
@@ -66,14 +66,15 @@ def text_of(value: object) -> str:
     return html.escape("".join(c if c.isprintable() else "?" for c in str(value)))
 
 
-def _page(title: str, parts: Iterable[str]) -> str:
+def page(title: str, parts: Iterable[str]) -> str:
+    """A whole page around its parts."""
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{text_of(title)}</title>'
     view = '<meta name="viewport" content="width=device-width,initial-scale=1">'
     body = "\n".join(parts)
     return f"{head}{view}<style>{_STYLE}</style></head><body><h1>{text_of(title)}</h1>\n{body}\n</body></html>\n"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table; columns that begin with # hold numbers. Rows beyond what a page should have are counted."""
     cls = [' class="n"' if c.startswith("#") else "" for c in columns]
     head = "".join(f"<th{k}>{text_of(c.lstrip('#'))}</th>" for c, k in zip(columns, cls, strict=True))
@@ -120,25 +121,25 @@ def inspect_page(d: Document) -> str:
     ]
     sizes = [(f["path"], f["role"], nbytes(f["bytes"])) for f in d["files"]]
     parts = [
-        _table(("", ""), facts),
+        table(("", ""), facts),
         "<h2>Tensors by kind</h2>",
-        _table(("kind", "#tensors", "#elements", "#size", "types"), kinds),
+        table(("kind", "#tensors", "#elements", "#size", "types"), kinds),
         "<h2>Weights by module and type</h2>",
         treemap(_tiles(t for t in d.get("tensors", ()) if t["kind"] in ("weight", "buffer"))),
         "<h2>Training state</h2>",
-        _table(("part", ""), list(d["state"].items())),
+        table(("part", ""), list(d["state"].items())),
         "<h2>Which file holds what</h2>",
         f"<p>{text_of(layout or 'one place')}</p>",
         _bars([(f["path"], f["bytes"]) for f in d["files"]]),
-        _table(("file", "role", "#size"), sizes),
+        table(("file", "role", "#size"), sizes),
     ]
     findings = [("would run code", f"{u['file']}: {u['global']} {u['why']}") for u in d["unsafe"]]
     findings += [("cannot be moved", f"{u['what']}: {u['why']}") for u in d["unsupported"]]
     findings += [("warning", w) for w in d["warnings"]]
-    parts += ["<h2>Findings</h2>", _table(("", ""), findings) if findings else "<p>none</p>"]
+    parts += ["<h2>Findings</h2>", table(("", ""), findings) if findings else "<p>none</p>"]
     groups = [(i, g["parameters"], json_text(g["settings"])) for i, g in enumerate(d["groups"])]
-    parts += ["<h2>Param groups</h2>", _table(("#group", "#parameters", "settings"), groups)] if groups else []
-    return _page(f"ckptctl inspect: {Path(d['path']).name}", parts)
+    parts += ["<h2>Param groups</h2>", table(("#group", "#parameters", "settings"), groups)] if groups else []
+    return page(f"ckptctl inspect: {Path(d['path']).name}", parts)
 
 
 def _tiles(tensors: Iterable[Mapping[str, Any]]) -> list[Tile]:
@@ -215,8 +216,8 @@ def diff_page(d: Document) -> str:
     verdict = "equal" if d["equal"] else f"different: {len(d['differences'])} of them"
     parts = [
         f'<p class="verdict">{verdict}</p>',
-        _table(("", "format", "path"), sides),
-        _table(("compared", "#"), list(d["compared"].items())),
+        table(("", "format", "path"), sides),
+        table(("compared", "#"), list(d["compared"].items())),
     ]
     tensors = list(d.get("stats", {}).get("tensors", ()))
     unlike = {(x["name"], x["kind"]): x for x in d["differences"]}
@@ -232,7 +233,7 @@ def diff_page(d: Document) -> str:
         for x in found
     ]  # fmt: skip
     columns = ("name", "kind", "differs in", "#elements", "#max abs", "#max rel", "#ULPs", "")
-    parts += ["<h2>Differences</h2>", _table(columns, rows)] if rows else []
+    parts += ["<h2>Differences</h2>", table(columns, rows)] if rows else []
     values = {x["name"]: x.get("detail", "") for x in d["differences"] if x not in found}
     parts += ["<h2>Training state</h2>", _tree(values)] if values else []
     layers = [
@@ -240,8 +241,8 @@ def diff_page(d: Document) -> str:
         for s in d.get("stats", {}).get("layers", ())
     ]
     titles = ("layer", "kind", "#norm of A", "#norm of B", "#norm of A - B", "#cosine")
-    parts += ["<h2>By layer</h2>", _table(titles, layers)] if layers else []
-    return _page("ckptctl diff", parts)
+    parts += ["<h2>By layer</h2>", table(titles, layers)] if layers else []
+    return page("ckptctl diff", parts)
 
 
 def _number(value: Any) -> str:
@@ -262,8 +263,8 @@ def _heat(tensors: Sequence[Document], unlike: Mapping[tuple[str, str], Document
             row.append("<td></td>" if t is None else _cell(t, unlike.get((t["name"], t["kind"]))))
         lines.append(f"<tr>{''.join(row)}</tr>")
     legend = "= the same bits; else the power of ten of |A - B| / |A|, red from 1 on"
-    table = f'<table class="heat"><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
-    return f'<p>{legend}</p><div class="wide">{table}</div>'
+    cells_of = f'<table class="heat"><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    return f'<p>{legend}</p><div class="wide">{cells_of}</div>'
 
 
 def _cell(t: Document, difference: Document | None) -> str:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from ckptctl.report import text
+from ckptctl.report.recompute import show_native, show_recompute
 
 Document = dict[str, Any]
 MOST = 20
@@ -35,6 +36,10 @@ def verify(d: Document, verbose: bool = False) -> None:
         sys.stdout.write(f"note: {text.clean(note)}\n")
     sys.stdout.write("\n")
     (_two if "b" in d else _one)(d, verbose)
+    if "native" in d:
+        show_native(d["native"])
+    if "recompute" in d:
+        show_recompute(d["recompute"])
 
 
 def _format(side: Document) -> str:

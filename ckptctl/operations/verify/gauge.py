@@ -90,8 +90,8 @@ def _on_cpu() -> Iterator[Gauge]:
                 if storage._cdata in known:  # noqa: SLF001 (its identity; Python objects of one storage come and go)
                     continue
                 if inputs is None:
-                    inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if hasattr(t, "dtype")}
-                    # noqa: SLF001
+                    given = (t.untyped_storage() for t in tree_leaves((args, kwargs)) if hasattr(t, "dtype"))
+                    inputs = {s._cdata for s in given}  # noqa: SLF001
                 if storage._cdata not in inputs:  # noqa: SLF001 (a view of, or a write into, what was there before)
                     _count(found, known, storage)
             return out

@@ -16,6 +16,7 @@ from ckptctl.operations.verify.compare import Judged, Measure, compare
 from ckptctl.operations.verify.device import Device, deterministic, device_named, dtype_named
 from ckptctl.operations.verify.forms import Forms, Unlike, alone, owned, together, widest
 from ckptctl.operations.verify.model import built
+from ckptctl.operations.verify.more import more, require_more
 from ckptctl.operations.verify.needs import torch_module, transformers_module
 from ckptctl.operations.verify.schedule import rates
 from ckptctl.operations.verify.sides import Side, opened, with_config, without_optimizer
@@ -45,6 +46,11 @@ class Verification:
     lr: tuple[float, ...] = ()
     clip: float = 0.0
     no_optimizer: bool = False
+    native: bool = False
+    python: str | None = None
+    native_timeout_s: float = 900.0
+    recompute: str | None = None
+    find_max_batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ def verify(
     Unsupported (exit 3) without torch and Transformers, and for what cannot be trained on here.
     """
     what = what or Verification()
+    require_more(what)
     say = progress or (lambda text: None)
     torch_module(), transformers_module()
     sides = [opened(a, reading)]
@@ -88,7 +95,9 @@ def verify(
             say(f"training {what.steps} steps from {side.path}")
             job = prepared.job if b is None else replace(prepared.job, fresh=False)
             records.append(run(side, forms, job))
-    return document(prepared, records, what)
+    made = document(prepared, records, what)
+    more(made, sides, prepared, records, what, say)
+    return made
 
 
 def parse_rates(text: str | None) -> tuple[float, ...]:

@@ -49,7 +49,8 @@ class Launch:
 def run_ranks(runner: str, job: Mapping[str, Any], world: int, how: Launch) -> dict[str, Any]:
     """What rank 0 tells after a run of `runner` (a module of this folder) over world ranks.
 
-    Raises CkptError (native-failed) with the framework's own words where a rank fails, native-timeout where one does not
+    Raises CkptError (native-failed) with the framework's own words where a rank fails, native-timeout where one does
+    not
     end. A port that was taken meanwhile is tried again.
     """
     for _ in range(_TRIES - 1):
@@ -71,8 +72,8 @@ def _run(runner: str, job: Mapping[str, Any], world: int, how: Launch) -> dict[s
         port = _free_port()
         ranks: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(world):
-                ranks.append(_start(runner, folder, rank, world, port, how))
+            for rank in range(world):  # one by one: those that were started are to be ended, whatever comes
+                ranks.append(_start(runner, folder, rank, world, port, how))  # noqa: PERF401
             trouble = _wait(ranks, how.timeout_s)
         finally:
             for process in ranks:
@@ -91,8 +92,17 @@ def _start(runner: str, folder: Path, rank: int, world: int, port: int, how: Lau
     home.mkdir()
     with (folder / f"rank{rank}.log").open("wb") as log:
         try:
-            return subprocess.Popen(
-                [how.python, "-W", "ignore", "-c", _START, str(Path(__file__).parent), runner, str(folder / "job.json")],
+            return subprocess.Popen(  # noqa: S603 (a module of this package, and a file that we wrote)
+                [
+                    how.python,
+                    "-W",
+                    "ignore",
+                    "-c",
+                    _START,
+                    str(Path(__file__).parent),
+                    runner,
+                    str(folder / "job.json"),
+                ],
                 cwd=home,
                 env=_environment(rank, world, port, how),
                 stdin=subprocess.DEVNULL,

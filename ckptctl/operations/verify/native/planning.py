@@ -51,26 +51,9 @@ def _shared(named: Checkpoint, rule: Rule | None) -> Data:
     config = dict(named.facts.config or {})
     weights = {k.name: t for k, t in named.tensors.items() if k.kind in WEIGHTS}
     types = [t.dtype.name for k, t in named.tensors.items() if k.kind == "weight"]
-    groups: list[Data] = []
-    optimizer, frozen = "", list[str]()
-    if named.optimizer is not None and named.optimizer.groups and rule is not None:
-        for group in named.optimizer.groups:
-            settings = rule.settings({k: plain(v) for k, v in group.options.items()})
-            names = [n for n in group.params if n not in named.ties]
-            groups.append({"params": names, "settings": settings})
-        trained = {n for g in groups for n in g["params"]}
-        frozen = [n for n in weights if n not in trained and n not in named.ties]
-        decoupled = {bool(g["settings"].pop("decoupled_weight_decay", True)) for g in groups}
-        corrected = {bool(g["settings"].pop("bias_correction", True)) for g in groups}
-        if len(decoupled) > 1 or corrected == {False}:
-            raise Unsupported(
-                "torch has no optimizer for these groups",
-                where=named.root,
-                why="decoupled weight decay in some, or no bias correction",
-            )
-        optimizer = {"adam": "AdamW" if True in decoupled else "Adam", "sgd": "SGD"}.get(
-            rule.name, {"adagrad": "Adagrad", "rmsprop": "RMSprop"}.get(rule.name, "")
-        )
+    groups, optimizer = _groups(named, rule) if rule is not None else ([], "")
+    trained = {n for g in groups for n in g["params"]}
+    frozen = [n for n in weights if n not in trained and n not in named.ties] if groups else []
     architectures = config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else ""
     return {
@@ -84,6 +67,35 @@ def _shared(named: Checkpoint, rule: Rule | None) -> Data:
         "ties": sorted(named.ties),
         "files": [],
     }
+
+
+def _groups(named: Checkpoint, rule: Rule) -> tuple[list[Data], str]:
+    """(params and settings of each group, torch's class for them).
+
+    Where the checkpoint has moments but no groups, one group with the settings that are usual.
+    """
+    listed: list[tuple[tuple[str, ...], Mapping[str, Any]]] = []
+    if named.optimizer is not None:
+        listed = [(g.params, g.options) for g in named.optimizer.groups]
+    if not listed:
+        names = dict.fromkeys(k.name for k in named.tensors if k.kind not in (*WEIGHTS, MASTER, "step"))
+        listed = [(tuple(names), {})]
+    groups: list[Data] = []
+    for params, options in listed:
+        settings = rule.settings({k: plain(v) for k, v in options.items()})
+        decoupled = {k: settings.pop(k) for k in ("decoupled_weight_decay", "bias_correction") if k in settings}
+        names_kept = [n for n in params if n not in named.ties]
+        groups.append({"params": names_kept, "settings": settings, "decoupled": decoupled})
+    kinds = {bool(g["decoupled"].get("decoupled_weight_decay", True)) for g in groups}
+    if len(kinds) > 1 or not all(g["decoupled"].get("bias_correction", True) for g in groups):
+        raise Unsupported(
+            "torch has no optimizer for these groups",
+            where=named.root,
+            why="decoupled weight decay in some of them only, or no bias correction",
+            fix="leave --native out",
+        )
+    adam = "AdamW" if True in kinds else "Adam"
+    return groups, {"adam": adam, "sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}[rule.name]
 
 
 def _widest_or_first(types: Sequence[str]) -> str:
@@ -205,17 +217,10 @@ def _trainer(checkpoint: Checkpoint) -> Native:
 
 
 def _accelerate(checkpoint: Checkpoint) -> Native:
-    sharded = checkpoint.variant.startswith("fsdp")
-    version = 2
-    if sharded:
-        version = _fsdp_version(checkpoint)
-    job = {"accelerate": {"fsdp": version if sharded else 0, "full": "full" in checkpoint.variant}}
-    return Native("run_accelerate", _world(checkpoint), job)
-
-
-def _fsdp_version(checkpoint: Checkpoint) -> int:
-    """1 where the optimizer's groups have FSDP1's order alone; both write the same names."""
-    return 2
+    is_sharded = checkpoint.variant.startswith("fsdp")
+    job = {"accelerate": {"fsdp": 2 if is_sharded else 0, "full": "full" in checkpoint.variant}}
+    notes = ("loaded under FSDP2, whichever FSDP saved it: both write the same names",) if is_sharded else ()
+    return Native("run_accelerate", _world(checkpoint), job, notes)
 
 
 def _lightning(checkpoint: Checkpoint) -> Native:
@@ -276,8 +281,3 @@ def _run_and_tag(path: Path) -> tuple[Path, str | None]:
 
 def _megatron(checkpoint: Checkpoint) -> Native:
     return Native("run_megatron", _world(checkpoint), {"megatron": {}})
-
-
-def masters(named: Checkpoint) -> Mapping[str, str]:
-    """The type of each parameter's master, by name."""
-    return {k.name: t.dtype.name for k, t in named.tensors.items() if k.kind == MASTER}

@@ -27,7 +27,7 @@ _CHUNK_NBYTES = 64 << 20
 class Session:
     """A framework with a checkpoint loaded into it. A runner's own class fills in what differs.
 
-    net is the bare model, whose parameter names are those of the record; optimizer is torch's, or None for weights alone.
+    net is the bare model, whose parameter names are those of the record; optimizer is torch's, None for weights alone.
     """
 
     framework = ""
@@ -93,7 +93,7 @@ class Story:
         self.seconds = 0.0
         self.told: Data = {
             "losses": [], "logits": [], "gradient_norms": [], "lr": [], "parameters": {}, "finite": True, "notes": [],
-            "digests": "xxh3" if _has_xxhash() else "sha256",
+            "types": {}, "settings": [], "digests": "xxh3" if _has_xxhash() else "sha256",
         }  # fmt: skip
 
     @property
@@ -112,10 +112,15 @@ class Story:
         for name, kind, value in session.state():
             one = self.parameter(name)
             one["before"][kind] = digest(value)
+            self.told["types"][kind] = str(value.dtype).removeprefix("torch.")
             if kind == "weight":
                 one["shape"] = list(value.shape)
         for name, step in session.updates().items():
             self.parameter(name)["step_before"] = step
+        self.told["settings"] = [
+            {k: v for k, v in group.items() if isinstance(v, (bool, int, float, list, tuple)) and k != "params"}
+            for group in session.groups()
+        ]
 
     def forward_done(self, loss: float, logits: Any) -> None:
         """A forward pass."""
@@ -232,7 +237,7 @@ def _settle(job: Data, rank: int) -> None:
 
 
 def start_group(job: Data) -> None:
-    """torch's process group of all ranks: gloo on the CPU, nccl on GPUs."""
+    """The process group of all ranks: gloo on the CPU, nccl on GPUs."""
     import torch.distributed as dist
 
     dist.init_process_group("nccl" if job["device"] == "cuda" else "gloo")
@@ -267,7 +272,7 @@ def model_of(job: Data) -> Any:
 
 
 def optimizer_of(named: Iterable[tuple[str, Any]], job: Data) -> Any:
-    """torch's optimizer over the checkpoint's groups; None where it has none. RuntimeError for a name nobody has."""
+    """An optimizer of torch over the checkpoint's groups, None where it has none."""
     import torch
 
     if not job["groups"]:
@@ -292,7 +297,8 @@ def layers_of(net: Any) -> list[Any]:
     outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{o}.") for o in lists)}
     if not outer:
         return []
-    return list(max(outer.values(), key=lambda m: sum(p.numel() for p in m.parameters())))
+    weights = {n: sum(p.numel() for p in m.parameters()) for n, m in outer.items()}
+    return list(outer[max(outer, key=lambda n: weights[n])])
 
 
 def tensors(batch: Mapping[str, Any], job: Data) -> dict[str, Any]:

@@ -133,7 +133,8 @@ class DeepSpeed(Session):
 
         ZeRO-1 and 2 link it once, in the first group's step, when other groups have none, and by the optimizer's order
         where the flat groups lie in round-robin order.
-        Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _link_all_hp_params, _lazy_init_hp_params_optimizer_state.
+        Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _link_all_hp_params and
+        _lazy_init_hp_params_optimizer_state.
         """
         wrapper = self.wrapper
         if not hasattr(wrapper, "_lazy_init_hp_params_optimizer_state") or not any(self.optimizer.state.values()):

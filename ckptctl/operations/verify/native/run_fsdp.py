@@ -60,9 +60,7 @@ class Fsdp(Session):
             if "optim" in parts:
                 _nested(wanted, plan["optim"], kept)
             dcp.load(wanted, checkpoint_id=f"{job['path']}/{folder}" if folder else job["path"])
-        states.set_state_dict(
-            self.net, self.optimizer, model_state_dict=model, optim_state_dict=optim, options=options
-        )
+        states.set_state_dict(self.net, self.optimizer, model_state_dict=model, optim_state_dict=optim, options=options)
 
 
 def _nested(into: dict[str, Any], path: list[str], value: dict[str, Any]) -> dict[str, Any]:

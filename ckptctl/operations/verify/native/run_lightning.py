@@ -1,4 +1,4 @@
-"""A Lightning checkpoint taken up by `Trainer.fit(ckpt_path=...)`: a .ckpt file in one process, a folder over its ranks."""
+"""A Lightning checkpoint taken up by `Trainer.fit(ckpt_path=...)`: a file in one process, a folder over its ranks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def steps(job: dict[str, Any], story: Story) -> None:
 
 
 def _bare(optimizer: Any) -> Any:
-    """torch's optimizer inside Lightning's."""
+    """The optimizer inside Lightning's."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 

@@ -84,9 +84,7 @@ def steps(job: dict[str, Any], story: Story) -> None:
         disable_tqdm=True, max_grad_norm=job["clip"], seed=job["seed"], ignore_data_skip=True, full_determinism=False,
         remove_unused_columns=False, dataloader_pin_memory=False,
     )  # fmt: skip
-    trainer = Told(
-        model=net, args=arguments, train_dataset=rows, optimizers=(optimizer, None), callbacks=[AfterStep()]
-    )
+    trainer = Told(model=net, args=arguments, train_dataset=rows, optimizers=(optimizer, None), callbacks=[AfterStep()])
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=job["path"])
     story.seconds = time.perf_counter() - start

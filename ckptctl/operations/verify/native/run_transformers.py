@@ -1,4 +1,4 @@
-"""A Hugging Face folder loaded by from_pretrained, in one process: weights alone, so losses and gradients, no update."""
+"""A Hugging Face folder loaded by from_pretrained, in one process: losses and gradients, and no update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class Pretrained(Session):
         )
         lacking = sorted(set(info["missing_keys"]) - set(job["ties"]))
         if lacking or info["mismatched_keys"]:
-            raise RuntimeError(f"from_pretrained: missing {lacking[:4]}, mismatched {list(info['mismatched_keys'])[:4]}")
+            raise RuntimeError(
+                f"from_pretrained: missing {lacking[:4]}, mismatched {list(info['mismatched_keys'])[:4]}"
+            )
         self.net.to(job["device"]).train()
 
 

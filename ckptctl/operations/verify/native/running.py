@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.errors import CkptError, Unsafe, Unsupported
+from ckptctl.core.errors import Unsafe, Unsupported
 from ckptctl.operations.validating import Validation, validate
 from ckptctl.operations.verify.native.launch import run_ranks
 from ckptctl.operations.verify.native.planning import plan
@@ -39,7 +39,9 @@ def scan(path: Path | str) -> Document:
             )
     unsafe = [row for row in found["checkpoints"] if not row["safe"]["answer"]]
     if unsafe:
-        raise Unsafe("--native loads pickles, and this checkpoint is not safe", where=str(path), why=str(unsafe[0]["safe"]))
+        raise Unsafe(
+            "--native loads pickles, and this checkpoint is not safe", where=str(path), why=str(unsafe[0]["safe"])
+        )
     return {"clean": True, "files": found["checked"]["files"]}
 
 
@@ -76,7 +78,7 @@ def run_native(
         rows = len(job["batches"][0]["input_ids"])
         job["deepspeed"]["config"] |= {"train_micro_batch_size_per_gpu": rows, "gradient_clipping": clip}
     told = run_ranks(wanted.runner, job, wanted.world, how)
-    record = record_of(told, [g["params"] for g in job["groups"]])
+    record = record_of(told, job["groups"])
     about = {
         "framework": told["framework"],
         "version": told["version"],
@@ -86,14 +88,17 @@ def run_native(
         "seconds": told["seconds"],
         "pickles": scanned,
         "notes": [*wanted.notes, *told["notes"]],
-        "comparable_digests": told["digests"] == "xxh3",
+        "types": told["types"],
     }
-    record.notes += [*wanted.notes, *told["notes"]]
+    about["notes"] += record.notes
     return record, about
 
 
-def record_of(told: Document, groups: Sequence[Sequence[str]]) -> Record:
-    """What rank 0 told, as a record."""
+def record_of(told: Document, groups: Sequence[Document]) -> Record:
+    """What rank 0 told, as a record. groups are those of the job: params, and the settings that a step takes.
+
+    Settings are those that the framework's optimizer had after the load, where it has as many groups.
+    """
     record = Record(
         losses=told["losses"],
         logits=told["logits"],
@@ -101,19 +106,30 @@ def record_of(told: Document, groups: Sequence[Sequence[str]]) -> Record:
         lr=told["lr"],
         finite=told["finite"],
     )
-    trained = {n for names in groups for n in names}
+    settings: dict[str, dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        held = told["settings"][number] if len(told["settings"]) == len(groups) else {}
+        loaded = {k: held[k] for k in group["settings"] if k in held}
+        if len(loaded) == len(group["settings"]):
+            loaded |= group["decoupled"]
+        else:
+            loaded = {}
+        settings |= dict.fromkeys(group["params"], loaded)
+    bits = told["digests"] == "xxh3"
     for name, one in told["parameters"].items():
         record.parameters[name] = Trained(
             name,
             tuple(one["shape"]),
-            before=one["before"],
+            before=one["before"] if bits else {},
             after=one["after"],
             samples=one["samples"],
             gradient_norms=one["gradient_norms"],
             step_before=one.get("step_before"),
             step_after=one.get("step_after"),
-            settings={} if name in trained else None,
+            settings=settings.get(name),
         )
+    if not bits:
+        record.notes.append("the framework's Python has no xxhash: the state as loaded was not compared bit for bit")
     return record
 
 
@@ -139,6 +155,3 @@ def _lists(batch: Batch) -> Document:
     if batch.attention_mask is not None:
         out["attention_mask"] = batch.attention_mask.tolist()
     return out
-
-
-__all__ = ["CkptError", "record_of", "run_native", "scan"]
