@@ -83,6 +83,16 @@ def add(app: typer.Typer) -> None:
             list[str] | None,
             typer.Option("--output", "-o", help="A page or a picture besides.", metavar="html=FILE|png=FILE"),
         ] = None,
+        no_model: Annotated[
+            bool,
+            typer.Option("--no-model", help="Draw gradients instead: the update alone, for models unknown here."),
+        ] = False,
+        vocabulary: Annotated[
+            str,
+            typer.Option(
+                "--vocabulary", help="megatron: train rows of padding too (padded) or not (true).", metavar="WHICH"
+            ),
+        ] = "auto",
         model_config: options.MODEL_CONFIG = None,
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
@@ -111,6 +121,8 @@ def add(app: typer.Typer) -> None:
             native_timeout_s=native_timeout,
             recompute=recompute,
             find_max_batch=find_max_batch,
+            no_model=no_model,
+            vocabulary=vocabulary,
         )
         say = report.saying(enabled=not (quiet or no_progress or json))
         result = operations.verify_training(a, b, what, reading, progress=say)

@@ -22,7 +22,10 @@ def verify(d: Document, verbose: bool = False) -> None:
     pairs += [
         ("device", f"{device['called']}, computing in {device['dtype']}, torch {device['torch']}"),
         ("batch", _batch(d)),
-        ("parameters", f"{d['parameters']} trained, {layers['run']} of {layers['of']} layers"),
+        (
+            "parameters",
+            f"{d['parameters']} trained" + (f", {layers['run']} of {layers['of']} layers" if layers["of"] else ""),
+        ),
     ]
     pairs += [(f"{word} took", _measured(d[word]["measured"])) for word in ("a", "b") if word in d]
     text.pairs(pairs)
@@ -50,7 +53,7 @@ def _batch(d: Document) -> str:
     batch = d["batch"]
     if batch["from"] == "seed":
         return f"{batch['rows']} x {batch['columns']} tokens, drawn from seed {batch['seed']}"
-    return f"{batch['file']}"
+    return "none: gradients are drawn" if batch["from"] == "nothing" else f"{batch['file']}"
 
 
 def _measured(m: Document) -> str:
@@ -63,9 +66,9 @@ def _measured(m: Document) -> str:
 def _row(d: Document, sides: list[str], k: int) -> list[str]:
     row = [str(k + 1)]
     for name in ("losses", "gradient_norms"):
-        row += [f"{d[w][name][k]:.9g}" for w in sides]
+        row += [f"{d[w][name][k]:.9g}" if d[w][name] else "-" for w in sides]
     row += [", ".join(f"{r:g}" for r in d[w]["lr"][k]) or "-" for w in sides]
-    return row + [d[w]["logits"][k][:12] for w in sides]
+    return row + [d[w]["logits"][k][:12] if d[w]["logits"] else "-" for w in sides]
 
 
 def _two(d: Document, verbose: bool) -> None:

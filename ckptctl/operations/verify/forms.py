@@ -58,9 +58,10 @@ def owned(side: Side, ties: Mapping[str, str], names: Collection[str] | None) ->
     out: dict[tuple[str, str], Tensor] = {}
     seconds: dict[tuple[str, str], Tensor] = {}
     for key, tensor in side.checkpoint.tensors.items():
-        if key.part not in ("", "made") or key.kind in ("step", OTHER, "file"):
+        if key.part not in ("", "made", "padding") or key.kind in ("step", OTHER, "file"):
             continue
         kind = "weight" if key.kind in WEIGHTS else key.kind
+        kind += " padding" if key.part == "padding" else ""
         if key.name in ties:
             seconds[ties[key.name], kind] = tensor
         elif names is None or key.name in names:
@@ -86,8 +87,9 @@ def together(
     for at in [*left, *(n for n in right if n not in left)]:
         name, kind = at
         x, y = left.get(at), right.get(at)
-        if kind == MASTER:
-            x, y = x or left.get((name, "weight")), y or right.get((name, "weight"))
+        if kind.startswith(MASTER):
+            other = (name, kind.replace(MASTER, "weight"))
+            x, y = x or left.get(other), y or right.get(other)
         if x is None or y is None:
             unlike.append(Unlike(name, kind, "only-in-a" if y is None else "only-in-b"))
             continue
@@ -119,10 +121,16 @@ def _form(
     narrow, wide = sorted((p, q), key=_ORDER.index)
     if narrow in ("float16", "bfloat16") and wide == "bfloat16":
         return "float32"
-    has_master = (name, MASTER) in (left if p == narrow else right)
-    return narrow if kind == "weight" and has_master else wide
+    has_master = (name, kind.replace("weight", MASTER)) in (left if p == narrow else right)
+    return narrow if kind.startswith("weight") and has_master else wide
 
 
 def widest(names: Iterable[str]) -> str:
     """The widest of float types."""
     return max(names, key=_ORDER.index)
+
+
+def narrowest(names: Iterable[str]) -> str:
+    """The narrowest of float types; of others the first."""
+    found = list(names)
+    return min(found, key=_ORDER.index) if all(n in _ORDER for n in found) else found[0]

@@ -49,7 +49,8 @@ def built(
     none of it.
     """
     torch, transformers = torch_module(), transformers_module()
-    made, total = _configured(config, layers)
+    with _quiet(transformers):
+        made, total = _configured(config, layers)
     kind = _class_of(config, made)
     with _quiet(transformers), torch.device(device.name):
         if seed is not None:
@@ -63,6 +64,7 @@ def built(
                 fix="check the config (--model-config)",
                 code="model-config",
             ) from err
+    net.tie_weights()  # a model whose weights are not drawn has not tied them either
     net.train()
     first: dict[int, str] = {}
     ties: dict[str, str] = {}

@@ -45,6 +45,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """What a step takes of a group's settings, and what it takes where the group does not say."""
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "adam": ("lr", "betas", "eps", "weight_decay"),
+    "sgd": ("lr",),
+    "adagrad": ("lr",),
+    "rmsprop": ("lr",),
+}
 _KINDS: dict[str, set[str]] = {
     "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
     "sgd": {"momentum_buffer"},
@@ -61,6 +67,10 @@ class Rule:
     """How a run's parameters are updated."""
 
     name: str
+
+    def unsaid(self, options: Mapping[str, Any]) -> list[str]:
+        """Settings that a step cannot do without, and that the group does not have."""
+        return [k for k in _NEEDED[self.name] if not isinstance(options.get(k), (int, float, list, tuple))]
 
     @property
     def called(self) -> str:

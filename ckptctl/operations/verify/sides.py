@@ -12,7 +12,6 @@ from ckptctl.core.checkpoint import EMA, MASTER, OTHER, WEIGHTS, Checkpoint
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.remake import from_hub
 from ckptctl.core.tensor import Key
-from ckptctl.names import head_and_embedding
 from ckptctl.operations.inspecting import plain
 from ckptctl.operations.naming import as_hub, naming_of, natives_of, renamed
 from ckptctl.operations.opening import (
@@ -46,6 +45,8 @@ class Side:
     names: str = ""
     steps: Mapping[str, float] = field(default_factory=dict)
     """How often each parameter was updated, by name."""
+    padding_rows: int = 0
+    """Rows after the true vocabulary that are trained too."""
 
     @property
     def config(self) -> Mapping[str, Any] | None:
@@ -90,6 +91,28 @@ class Side:
             raise KeyError((name, kind))
         return found.key
 
+    def padding_of(self, key: Key) -> Tensor | None:
+        """The vocabulary's padding after that tensor, where this side takes it along."""
+        return self.checkpoint.tensors.get(key._replace(part="padding")) if self.padding_rows else None
+
+    def padded(self) -> Side | None:
+        """The side with the vocabulary's padding, as Megatron trains; None where it has none, or not of every state."""
+        padding = self.checkpoint.padding
+        rows = {t.shape[0] for t in padding.values() if t.shape}
+        names = {k.name for k in padding}
+        whole = all(
+            Key(name, kind, "padding") in padding
+            for name in names
+            for kind in ("weight", *self.states.get(name, ()), *([MASTER] if self.tensor(name, MASTER) else []))
+        )
+        size = (self.config or {}).get("vocab_size")
+        if len(rows) != 1 or not whole or not isinstance(size, int):
+            return None
+        (count,) = rows
+        facts = replace(self.checkpoint.facts, config={**(self.config or {}), "vocab_size": size + count})
+        tensors = {**self.checkpoint.tensors, **{k: replace(t, key=k) for k, t in padding.items()}}
+        return replace(self, checkpoint=replace(self.checkpoint, tensors=tensors, facts=facts), padding_rows=count)
+
     def under(self, wanted: Collection[str], ties: Mapping[str, str]) -> Side:
         """The same under a model's names. ties maps the model's second names to the parameter that they are.
 
@@ -110,7 +133,7 @@ class Side:
                 continue
             missing = _missing(found, wanted, ties)
             if not missing:
-                return _with_steps(replace(self, checkpoint=found, names=names))
+                return with_steps(replace(self, checkpoint=found, names=names))
             if least is None or len(missing) < len(least):
                 least = missing
         raise MissingFact(
@@ -210,7 +233,7 @@ def _missing(checkpoint: Checkpoint, wanted: Collection[str], ties: Mapping[str,
     return [n for n in wanted if n not in held and not any(a in held for a in second.get(n, ()))]
 
 
-def _with_steps(side: Side) -> Side:
+def with_steps(side: Side) -> Side:
     """The side with each parameter's count of updates: a tensor, a scalar, or its group's."""
     checkpoint = side.checkpoint
     steps: dict[str, float] = {}
@@ -230,9 +253,3 @@ def _with_steps(side: Side) -> Side:
                 if isinstance(number, (int, float)):
                     steps[key.name] = float(number)
     return replace(side, steps=steps)
-
-
-def ties_by_config(side: Side, names: Collection[str]) -> dict[str, str]:
-    """{head: embedding} among names."""
-    pair = head_and_embedding(names)
-    return {pair[0]: pair[1]} if pair else {}

@@ -6,20 +6,23 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckptctl.core.checkpoint import MASTER, WEIGHTS
 from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.core.sizes import parse_size
+from ckptctl.operations.naming import under_one_naming
 from ckptctl.operations.running import MEMORY_FLOOR
 from ckptctl.operations.verify import batches as batches_of
 from ckptctl.operations.verify.checking import checks
 from ckptctl.operations.verify.compare import Judged, Measure, compare
 from ckptctl.operations.verify.device import Device, deterministic, device_named, dtype_named
-from ckptctl.operations.verify.forms import Forms, Unlike, alone, owned, together, widest
+from ckptctl.operations.verify.forms import Forms, Unlike, alone, narrowest, owned, together, widest
 from ckptctl.operations.verify.model import built
 from ckptctl.operations.verify.more import more, require_more
 from ckptctl.operations.verify.needs import torch_module, transformers_module
 from ckptctl.operations.verify.schedule import rates
-from ckptctl.operations.verify.sides import Side, opened, with_config, without_optimizer
+from ckptctl.operations.verify.sides import Side, opened, with_config, with_steps, without_optimizer
 from ckptctl.operations.verify.step import Job, run
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from ckptctl.operations.verify.record import Record
 
 Document = dict[str, Any]
+VOCABULARIES = ("auto", "true", "padded")
+NOTHING: Any = np.zeros((1, 2), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,10 @@ class Verification:
     native_timeout_s: float = 900.0
     recompute: str | None = None
     find_max_batch: bool = False
+    no_model: bool = False
+    """Gradients are drawn instead of computed: for models that Transformers has not."""
+    vocabulary: str = "auto"
+    """true, padded, or auto: padded where every side has the same padding."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,9 @@ def verify(
     what = what or Verification()
     require_more(what)
     say = progress or (lambda text: None)
-    torch_module(), transformers_module()
+    torch_module()
+    if not what.no_model:
+        transformers_module()
     sides = [opened(a, reading)]
     if b is not None:
         sides.append(opened(b, None if reading is None else replace(reading, key_map=None)))
@@ -123,6 +134,8 @@ def prepare(sides: Sequence[Side], what: Verification) -> Prepared:
     device = device_named(what.device)
     if what.no_optimizer:
         sides = [without_optimizer(s) for s in sides]
+    if what.no_model:
+        return _without_model(sides, what, device, memory)
     sides = with_config(sides)
     wanted = dtype_named(what.dtype)
     dtype, notes = (wanted, []) if wanted else _computed_in(sides)
@@ -137,6 +150,8 @@ def prepare(sides: Sequence[Side], what: Verification) -> Prepared:
         truncated = {*names, *(truncated or ())} if model.is_truncated else truncated
         layers, vocabulary = (model.layers, model.of_layers), model.vocabulary or vocabulary
         notes += _assumed(side)
+    named, said = _vocabulary(named, what.vocabulary)
+    notes += said
     if layers[0] != layers[1]:
         notes.append(f"the first {layers[0]} of {layers[1]} layers are run and compared: the others are not looked at")
     unlike: list[Unlike] = []
@@ -165,6 +180,73 @@ def prepare(sides: Sequence[Side], what: Verification) -> Prepared:
         fresh=len(named) == 1,
     )
     return Prepared(tuple(named), forms, job, measure, tuple(unlike), tuple(dict.fromkeys(notes)), layers)
+
+
+def _vocabulary(sides: list[Side], wanted: str) -> tuple[list[Side], list[str]]:
+    """Sides with the vocabulary's padding, where it is trained too. Usage where it is asked for and not there."""
+    if wanted not in VOCABULARIES:
+        raise Usage(f"--vocabulary {wanted}: there is no such choice", fix=f"one of {', '.join(VOCABULARIES)}")
+    padded = [s.padded() for s in sides]
+    rows = {0 if p is None else p.padding_rows for p in padded}
+    if rows == {0} and wanted != "padded":
+        return sides, []
+    if wanted == "true" or (wanted == "auto" and len(rows) > 1):
+        return sides, ["over the true vocabulary: rows of padding after it are not looked at"]
+    made = [p for p in padded if p is not None]
+    if len(made) != len(sides) or len(rows) > 1:
+        raise Usage(
+            "--vocabulary padded: not every side has the same rows of padding",
+            why=f"they have {', '.join(map(str, sorted(rows)))} rows",
+            fix="--vocabulary true",
+        )
+    return made, [f"over the padded vocabulary, {made[0].padding_rows} rows more, as the run trained it"]
+
+
+def _without_model(sides: Sequence[Side], what: Verification, device: Device, memory: int) -> Prepared:
+    """The update alone, of gradients that are drawn: names need only agree with each other."""
+    if what.layers is not None:
+        raise Usage("--layers: there is no model to take layers of with --no-model")
+    sides = list(sides)
+    if len(sides) == 2:
+        a, b = (s.checkpoint for s in sides)
+        if a.facts.config is None or b.facts.config is None:
+            facts = a.facts if a.facts.config is not None else b.facts
+            a, b = replace(a, facts=facts), replace(b, facts=facts)
+        a, b = under_one_naming(a, b)
+        sides = [replace(sides[0], checkpoint=a), replace(sides[1], checkpoint=b)]
+    sides = [with_steps(s) for s in sides]
+    ties = [s.checkpoint.ties for s in sides]
+    types: dict[str, list[str]] = {}
+    for side, tied in zip(sides, ties, strict=True):
+        for (name, kind), tensor in owned(side, tied, None).items():
+            if kind == "weight":
+                types.setdefault(name, []).append(tensor.dtype.name)
+    widths: dict[str, str] = {}
+    unlike: list[Unlike] = []
+    if len(sides) == 2:
+        left, right, unlike = together(sides[0], sides[1], (ties[0], ties[1]), None)
+        forms: tuple[Forms, ...] = (left, right)
+        widths = _widths(sides, ties, None)
+    else:
+        forms = (alone(sides[0], ties[0], None),)
+    curve, said = rates(_scheduled(sides).checkpoint, what.steps, what.lr)
+    notes = ["there is no model: gradients are drawn, and the update alone is compared", *said]
+    for side in sides:
+        notes += _assumed(side)
+    job = Job(
+        device,
+        "float32",
+        [batches_of.Batch(NOTHING, NOTHING)] * what.steps,
+        curve,
+        None,
+        memory,
+        what.offload,
+        what.clip,
+        seed=what.batch.seed,
+        types={name: narrowest(found) for name, found in types.items()},
+    )
+    measure = Measure("float32", widths=widths)
+    return Prepared(tuple(sides), forms, job, measure, tuple(unlike), tuple(dict.fromkeys(notes)))
 
 
 def _computed_in(sides: Sequence[Side]) -> tuple[str, list[str]]:
@@ -203,7 +285,7 @@ def _widths(sides: Sequence[Side], ties: Sequence[Mapping[str, str]], names: Col
         p, q = (t.get(name, []) for t in types)
         floats = [t for t in (*p, *q) if t.startswith(("float", "bfloat"))]
         if p and q and floats and _updated_in(p) != _updated_in(q):
-            out[name] = min(floats, key=lambda t: widest([t, *floats]) == t)
+            out[name] = narrowest(floats)
     return out
 
 
@@ -266,16 +348,17 @@ def document(prepared: Prepared, records: Sequence[Record], what: Verification) 
         "called": job.device.called,
         "dtype": job.dtype,
         "torch": str(torch_module().__version__),
-        "transformers": str(transformers_module().__version__),
+        "transformers": None if job.types is not None else str(transformers_module().__version__),
         "deterministic": True,
         "offload": job.offload,
     }
     out["steps"] = len(job.batches)
-    out["batch"] = what.batch.described
+    out["batch"] = what.batch.described if job.types is None else {"from": "nothing", "seed": job.seed}
+    out["padding_rows"] = prepared.sides[0].padding_rows
     out["layers"] = {"run": prepared.layers[0], "of": prepared.layers[1]}
     out["clip_grad"] = job.clip
     out["parameters"] = sum(p.settings is not None for p in first.parameters.values())
-    out["notes"] = [*prepared.notes, *first.notes]
+    out["notes"] = [*prepared.notes, *dict.fromkeys(n for r in records for n in r.notes)]
     if len(records) == 2:
         judged: Judged = compare(first, records[1], prepared.measure, prepared.unlike)
         out |= {
