@@ -87,6 +87,12 @@ def add(app: typer.Typer) -> None:
             bool,
             typer.Option("--no-model", help="Draw gradients instead: the update alone, for models unknown here."),
         ] = False,
+        same_settings: Annotated[
+            bool,
+            typer.Option(
+                "--same-settings", help="Train both with A's settings (lr, decay, ...): what B has else is a note."
+            ),
+        ] = False,
         vocabulary: Annotated[
             str,
             typer.Option(
@@ -122,6 +128,7 @@ def add(app: typer.Typer) -> None:
             recompute=recompute,
             find_max_batch=find_max_batch,
             no_model=no_model,
+            same_settings=same_settings,
             vocabulary=vocabulary,
         )
         say = report.saying(enabled=not (quiet or no_progress or json))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ckptctl.operations.stripping import strip
     from ckptctl.operations.validating import Validation, validate
     from ckptctl.operations.verify.batches import Wanted as Batches
-    from ckptctl.operations.verify.verifying import Verification, parse_rates
     from ckptctl.operations.verify.verifying import verify as verify_training
+    from ckptctl.operations.verify.wanted import Verification, parse_rates
 
 _HOME = {
     "Comparison": "comparing",
@@ -39,8 +39,8 @@ _HOME = {
     "Validation": "validating",
     "validate": "validating",
     "Batches": "verify.batches",
-    "Verification": "verify.verifying",
-    "parse_rates": "verify.verifying",
+    "Verification": "verify.wanted",
+    "parse_rates": "verify.wanted",
     "verify_training": "verify.verifying",
 }
 _OTHERWISE = {"Batches": "Wanted", "verify_training": "verify"}

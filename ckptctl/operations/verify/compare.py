@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from ckptctl.operations.verify.forms import Unlike
     from ckptctl.operations.verify.record import Record, Trained
+    from ckptctl.operations.verify.schedule import Rate
+    from ckptctl.operations.verify.sides import Side
 
 Document = dict[str, Any]
 
@@ -95,6 +97,19 @@ def compare(a: Record, b: Record, measure: Measure, unlike: Sequence[Unlike] = (
             first = (updates or by_name[name])[0]
     out += _numbers(a, b, measure, compared)
     return Judged(out, dict(compared), first)
+
+
+def schedules_unlike(sides: Sequence[Side], rates: Sequence[Sequence[Rate]]) -> list[Document]:
+    """The first step, of those whose rates are known, at which the sides' schedules give a parameter another rate."""
+    a, b = (s.settings for s in sides)
+    for name in a:
+        if name not in b or not all(isinstance(s[name].get("lr"), (int, float)) for s in (a, b)):
+            continue
+        for number, (p, q) in enumerate(zip(*rates, strict=False)):
+            x, y = (r(s[name] | {"group": s[name]}) for r, s in ((p, a), (q, b)))
+            if number and x != y:
+                return [_found("", "schedule", "value", f"step {number + 1}: lr {x:g} and {y:g} ({name})")]
+    return []
 
 
 def _state(x: Trained, y: Trained, compared: Counter[str]) -> list[Document]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ckptctl.operations.verify.record import Record
     from ckptctl.operations.verify.sides import Side
-    from ckptctl.operations.verify.verifying import Prepared, Verification
+    from ckptctl.operations.verify.wanted import Prepared, Verification
 
 Document = dict[str, Any]
 
@@ -26,6 +26,10 @@ def require_more(what: Verification) -> None:
     """Usage for settings that do not go together, before anything is read."""
     if what.recompute is not None:
         policies(what.recompute)
+    if what.no_model:
+        asked = {"--native": what.native, "--recompute": what.recompute is not None}
+        for flag in (f for f, given in {**asked, "--find-max-batch": what.find_max_batch}.items() if given):
+            raise Usage(f"{flag} and --no-model do not go together", why="it is the model that is run")
     if not what.native:
         if what.python is not None:
             raise Usage("--python is for --native")

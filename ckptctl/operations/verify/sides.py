@@ -5,7 +5,9 @@ Headers and metadata alone are read; torch is not needed here.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import EMA, MASTER, OTHER, WEIGHTS, Checkpoint
@@ -26,7 +28,6 @@ from ckptctl.operations.tensors import TensorReader, as_number, scalar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
 
     from ckptctl.core.tensor import Tensor
     from ckptctl.operations.opening import Reading
@@ -45,6 +46,8 @@ class Side:
     names: str = ""
     steps: Mapping[str, float] = field(default_factory=dict)
     """How often each parameter was updated, by name."""
+    others: Mapping[str, dict[str, Any]] | None = None
+    """Settings that are taken in place of its own groups'."""
     padding_rows: int = 0
     """Rows after the true vocabulary that are trained too."""
 
@@ -59,6 +62,8 @@ class Side:
         optimizer = self.checkpoint.optimizer
         if optimizer is None:
             return {}
+        if self.others is not None:
+            return dict(self.others)
         return {
             name: {k: plain(v) for k, v in group.options.items() if k != "params"}
             for group in optimizer.groups
@@ -191,6 +196,23 @@ def opened(path: Path | str, reading: Reading | None = None) -> Side:
                 why=tensor.why_unsupported,
             )
     return Side(str(path), checkpoint, evidence.why)
+
+
+def opened_both(a: Path | str, b: Path | str, reading: Reading | None = None) -> list[Side]:
+    """Two checkpoints. One that has no config is read with the other's: a layout may not be understood without."""
+    from ckptctl.operations.opening import Reading
+
+    reading = reading or Reading()
+    readings = [reading, replace(reading, key_map=None)]
+    sides = [opened(p, r) for p, r in zip((a, b), readings, strict=True)]
+    known = next((s.checkpoint.facts for s in sides if s.config is not None), None)
+    if known is None or all(s.config is not None for s in sides):
+        return sides
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "config.json"
+        file.write_bytes(known.config_text)
+        again = [replace(r, model_config=file) for r in readings]
+        return [s if s.config is not None else opened(p, r) for s, p, r in zip(sides, (a, b), again, strict=True)]
 
 
 def without_optimizer(side: Side) -> Side:
