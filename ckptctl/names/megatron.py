@@ -68,6 +68,8 @@ def megatron_arguments(family: Family) -> dict[str, Any]:
     ropes = family.config.get("rope_parameters")
     theta = ropes.get("rope_theta") if isinstance(ropes, dict) else None
     sizes = {**family.sizes, "rope_theta": family.config.get("rope_theta", theta if theta is not None else 10000)}
+    if isinstance(ropes, dict):
+        sizes["partial_rotary_factor"] = ropes.get("partial_rotary_factor")
     out: dict[str, Any] = {}
     for block in table("megatron")["args_of"][family.name]:
         for name, text in table("megatron")["args"][block].items():
@@ -80,7 +82,19 @@ def megatron_arguments(family: Family) -> dict[str, Any]:
     base = out.get("rotary_base")
     if isinstance(base, float) and base.is_integer():
         out["rotary_base"] = int(base)
+    if out["num_experts"]:
+        out["moe_layer_freq"] = _expert_layers(family)
     return out
+
+
+def _expert_layers(family: Family) -> int | list[int]:
+    """Megatron's --moe-layer-freq: 1 where every layer has experts, else 1 or 0 for each layer.
+
+    Source: Megatron-LM core_v0.16.1, core/models/gpt/gpt_layer_specs.py, get_gpt_decoder_layer_specs.
+    """
+    count = _size(family, "layers", "n_layer", "num_hidden_layers")
+    found = {int(m[1]) for p in family.parameters("disk") if (m := re.search(r"\.(\d+)\..*\.experts\.0\.", p.name))}
+    return 1 if len(found) == count else [int(layer in found) for layer in range(count)]
 
 
 def _parameters(family: Family) -> list[Parameter]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from ckptctl.formats.target import Choices, Item, Line
 from ckptctl.formats.torch.write import TorchTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from ckptctl.core.values import Tree
     from ckptctl.formats.megatron.state import Sort
@@ -56,8 +56,8 @@ def files(target: Target, choices: Choices) -> tuple[list[OutputFile], list[Line
         OutputFile(f"{folder}common.pt", common_file),  # type: ignore[arg-type]
         OutputFile(f"{folder}metadata.json", lambda: [Put(text.encode())]),
     ]
-    per_layer = "" if stacks else "a key a layer: layers differ"
-    return out, [Line("keys", "written", per_layer or "layers stacked under one key")]
+    alike = any(s.layers for s in stacks.values())
+    return out, [Line("keys", "written", "layers stacked under one key" if alike else "a key a layer: layers differ")]
 
 
 def _kinds(target: Target) -> list[tuple[str, str]]:
@@ -72,30 +72,61 @@ def _kinds(target: Target) -> list[tuple[str, str]]:
     return out + [(m, f"optimizer.state.{m}.") for m in MOMENTS]
 
 
-def _stacks(target: Target) -> dict[str, list[list[str]]]:
-    """Key -> names by layer and expert, where all layers have the same; {} where they differ: keys are a layer's then.
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Parameters under one key: rows by layer, in a row the experts'. axes says which of the two the key has."""
 
-    Source: core_v0.16.1, core/transformer/transformer_block.py, sharded_state_dict (non_homogeneous_layers).
+    rows: list[list[str]]
+    layers: bool
+    experts: bool
+
+    def indices(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Where each parameter stands on the key's first axes."""
+        for layer, row in enumerate(self.rows):
+            for expert, name in enumerate(row):
+                yield (*((layer,) if self.layers else ()), *((expert,) if self.experts else ())), name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The key's first axes."""
+        return (*((len(self.rows),) if self.layers else ()), *((len(self.rows[0]),) if self.experts else ()))
+
+
+def _stacks(target: Target) -> dict[str, _Stack]:
+    """What is stacked, by key: layers where all have the same parameters, and the experts of a layer in any case.
+
+    Source: core_v0.16.1, core/transformer/transformer_block.py, sharded_state_dict (non_homogeneous_layers: layers have
+    keys of their own where moe_layer_freq is a list or above 1); core/transformer/moe/experts.py.
     """
-    form = target.content.source.native.get("form")
     layers: dict[int, dict[str, str]] = {}
     for name in target.weights:
         layer = model.layer_of(name)
         if layer is not None:
             layers.setdefault(layer, {})[model.tail_of(name)] = name
-    kinds = {tuple((t, target.weights[n].shape) for t, n in tails.items()) for tails in layers.values()}
-    if len(kinds) != 1 or (isinstance(form, dict) and form.get("keys") == "layers"):
-        return {}
-    out: dict[str, list[list[str]]] = {}
+    alike = _layers_alike(target, layers)
+    out: dict[str, _Stack] = {}
     for layer in sorted(layers):
         row: dict[str, list[str]] = {}
         for tail, name in layers[layer].items():
             expert = _EXPERT.fullmatch(tail)
-            row.setdefault(f"mlp.experts.experts.{expert[2]}" if expert else tail, []).append(name)
+            if expert or alike:
+                row.setdefault(f"mlp.experts.experts.{expert[2]}" if expert else tail, []).append(name)
         for tail, names in row.items():
-            key = _key(f"decoder.layers.0.{tail}", target).replace("decoder.layers.0.", "decoder.layers.", 1)
-            out.setdefault(key, []).append(names)
+            key = _key(f"decoder.layers.{layer}.{tail}", target)
+            if alike:
+                key = key.replace(f"decoder.layers.{layer}.", "decoder.layers.", 1)
+            out.setdefault(key, _Stack([], alike, model.is_expert(names[0]))).rows.append(names)
     return out
+
+
+def _layers_alike(target: Target, layers: Mapping[int, Mapping[str, str]]) -> bool:
+    """Whether layers go under one key."""
+    form = target.content.source.native.get("form")
+    freq = target.facts.args.get("moe_layer_freq")
+    if isinstance(freq, (list, str)) or (isinstance(freq, int) and freq > 1 and target.facts.experts):
+        return False
+    kinds = {tuple((t, target.weights[n].shape) for t, n in tails.items()) for tails in layers.values()}
+    return len(kinds) == 1 and not (isinstance(form, dict) and form.get("keys") == "layers")
 
 
 def _key(name: str, target: Target) -> str:
@@ -115,12 +146,12 @@ def _key(name: str, target: Target) -> str:
     return target.fused_key(name)
 
 
-def _tensors(target: Target, kind: tuple[str, str], stacks: dict[str, list[list[str]]]) -> Iterator[Named]:
+def _tensors(target: Target, kind: tuple[str, str], stacks: Mapping[str, _Stack]) -> Iterator[Named]:
     state, prefix = kind
     names = [n for n in target.weights if state == "weight" or not model.is_buffer(n)]
     if state == "master" and not target.distributed:
         names = [n for n in names if target.dtype(n, "weight").name != "float32"]
-    stacked = {n for rows in stacks.values() for row in rows for n in row}
+    stacked = {n for stack in stacks.values() for row in stack.rows for n in row}
     for name in names:
         if name in stacked:
             continue
@@ -129,9 +160,9 @@ def _tensors(target: Target, kind: tuple[str, str], stacks: dict[str, list[list[
             yield from _vocabulary(target, name, state, key)
         else:
             yield Named(key, (key,), target.item(name, state))
-    for key, rows in stacks.items():
-        if rows[0][0] in names:
-            yield Named(prefix + key, (prefix + key,), _stacked(target, key, rows, state))
+    for key, stack in stacks.items():
+        if stack.rows[0][0] in names:
+            yield Named(prefix + key, (prefix + key,), _stacked(target, key, stack, state))
 
 
 def _vocabulary(target: Target, name: str, kind: str, key: str) -> Iterator[Named]:
@@ -164,22 +195,18 @@ def _first_rows(item: Item, rows: int, target: Target, named: Named) -> Named:
     return replace(named, item=Item(own, made, item.dtype))
 
 
-def _stacked(target: Target, key: str, rows: list[list[str]], kind: str) -> Item:
-    """Parameters of all layers (and experts) as one tensor with further first axes."""
-    items = [[target.item(n, kind) for n in row] for row in rows]
-    first = items[0][0]
-    experts = model.is_expert(rows[0][0])
-    axes = (len(rows), len(rows[0])) if experts else (len(rows),)
+def _stacked(target: Target, key: str, stack: _Stack, kind: str) -> Item:
+    """Parameters of all layers, of all experts, or of both as one tensor with further first axes."""
+    first = target.item(stack.rows[0][0], kind)
+    axes = stack.shape
     shape = (*axes, *first.shape)
     size = (*(1,) * len(axes), *first.shape)
     zero = (0,) * len(size)
     parts, tensors = [], {}
-    for layer, row in enumerate(items):
-        for expert, item in enumerate(row):
-            at = (layer, expert) if experts else (layer,)
-            name = rows[layer][expert]
-            parts.append(Part(Key(name), shape, (*at, *zero[len(at) :]), size, size, zero, tuple(range(len(size)))))
-            tensors[Key(name)] = replace(item.tensor, key=Key(name))
+    for at, name in stack.indices():
+        item = target.item(name, kind)
+        parts.append(Part(Key(name), shape, (*at, *zero[len(at) :]), size, size, zero, tuple(range(len(size)))))
+        tensors[Key(name)] = replace(item.tensor, key=Key(name))
     native = Native(key, shape, tuple(parts), (first.shape,) * len(parts))
     made = remade(tensors, from_hub([native]))[Key(key)].tensor
     own = Key(key, kind, "stacked")
@@ -189,24 +216,21 @@ def _stacked(target: Target, key: str, rows: list[list[str]], kind: str) -> Item
     return item
 
 
-def _extra_states(target: Target, stacks: dict[str, list[list[str]]]) -> Iterator[str]:
+def _extra_states(target: Target, stacks: Mapping[str, _Stack]) -> Iterator[str]:
     """Keys of the empty _extra_state of each linear layer, without which the real loader stops."""
-    if stacks:
-        for key, rows in stacks.items():
-            found = re.fullmatch(r"(.+\.linear_\w+)\.weight", key)
-            if found is None:
-                continue
-            for layer in range(len(rows)):
-                if model.is_expert(rows[0][0]):
-                    for e in range(len(rows[0])):
-                        yield f"{found[1]}._extra_state/shard_{layer}.{e}_{len(rows)}.{len(rows[0])}"
-                else:
-                    yield f"{found[1]}._extra_state/shard_{layer}_{len(rows)}"
-        return
+    for key, stack in stacks.items():
+        found = re.fullmatch(r"(.+\.linear_\w+)\.weight", key)
+        for at, _ in stack.indices() if found else ():
+            yield f"{found[1]}._extra_state/shard_{_dotted(at)}_{_dotted(stack.shape)}"  # type: ignore[index]
+    stacked = {n for stack in stacks.values() for row in stack.rows for n in row}
     for name in target.weights:
         found = re.fullmatch(r"(.+\.linear_\w+)\.weight", _key(name, target))
-        if found is not None:
+        if found is not None and name not in stacked:
             yield f"{found[1]}._extra_state/shard_0_1"
+
+
+def _dotted(at: tuple[int, ...]) -> str:
+    return ".".join(map(str, at))
 
 
 def _random(target: Target) -> Iterator[Named]:

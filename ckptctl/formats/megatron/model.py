@@ -214,7 +214,7 @@ def order(name: str) -> tuple[int, int, int, int, int]:
     module = max((i for i, m in enumerate(_ORDER) if tail.startswith(m + ".")), default=len(_ORDER), key=_depth)
     expert = _EXPERT.fullmatch(tail)
     last = expert[2] if expert else tail
-    within = (2 if "linear_fc2" in last else 0) + (1 if last.endswith(".bias") else 0) - ("gate_weight" in last)
+    within = (2 if "linear_fc2" in last else 0) + (1 if last.endswith("bias") else 0) - ("gate_weight" in last)
     return place, layer, module, int(expert[1]) if expert else 0, within
 
 

@@ -91,7 +91,15 @@ def _own_args(source: Checkpoint) -> dict[str, Any]:
 
 
 def target_facts(
-    source: Checkpoint, choices: Choices, padded: int, *, distributed: bool, form: str, dtype: str, step: int | None
+    source: Checkpoint,
+    choices: Choices,
+    padded: int,
+    *,
+    distributed: bool,
+    form: str,
+    spec: str,
+    dtype: str,
+    step: int | None,
 ) -> Facts:
     """The args of the result's run. Unsupported, saying what would do, where the mesh does not divide the model."""
     like = choices.like
@@ -144,7 +152,7 @@ def target_facts(
             rank=0,
         )
     if choices.layer_spec or not source_args(source):
-        args["transformer_impl"] = "transformer_engine" if choices.layer_spec == "te" else "local"
+        args["transformer_impl"] = "transformer_engine" if spec == "te" else "local"
     return Facts(args, "the result's args", source.facts.config or {})
 
 
@@ -179,24 +187,44 @@ def _require_type(like: Like | None, dtype: str) -> None:
 
 
 def _require_divides(facts: Facts, tp: int, ep: int) -> None:
-    """Unsupported where heads, groups, widths or experts do not divide."""
+    """Unsupported where heads, groups, widths or experts do not divide, saying what would do.
+
+    Fewer query groups than ranks are well where they divide the ranks: rows of query, key and value are then cut
+    evenly all the same, and the run gathers them. Source: core_v0.16.1, core/transformer/attention.py,
+    SelfAttention.get_query_key_value_tensors; transformer_config.py, __post_init__.
+    """
     heads = facts.number("num_attention_heads", 0)
-    groups = facts.number("num_query_groups", 0) if facts.flag("group_query_attention") else heads
-    latent = facts.flag("multi_latent_attention")
-    sizes = {"attention heads": heads, "query groups": 0 if latent else groups}
-    sizes |= {"rows of the feed-forward": facts.number("ffn_hidden_size", 0)}
-    sizes |= {"rows of an expert": facts.number("moe_ffn_hidden_size", 0) if facts.experts else 0}
+    grouped, latent = facts.flag("group_query_attention"), facts.flag("multi_latent_attention")
+    groups = 0 if latent else facts.number("num_query_groups", 0) if grouped else heads
+    head = facts.number("kv_channels", 0)
+    sizes = {
+        "attention heads": heads,
+        "rows of query, key and value": (heads + 2 * groups) * head,
+        "columns of the feed-forward": facts.number("ffn_hidden_size", 0),
+        "columns of the shared experts": facts.number("moe_shared_expert_intermediate_size", 0),
+        "columns of an expert": facts.number("moe_ffn_hidden_size", 0) if facts.experts else 0,
+    }
+
+    def would(n: int) -> bool:
+        return all(not size or size % n == 0 for size in sizes.values()) and _shares(groups, n)
+
+    fits = [n for n in range(1, max(heads, 1) + 1) if would(n)]
+    fix = f"--tp {', '.join(map(str, fits))} would do"
     for what, size in sizes.items():
         if size and size % tp:
-            fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise Unsupported(
                 f"--tp {tp} does not divide the {size} {what}",
-                why="every tensor-parallel rank has as many"
-                if what != "query groups"
-                else "each rank has whole groups",
-                fix=f"--tp {fits[:60]} would do",
+                why="every tensor-parallel rank has as many",
+                fix=fix,
                 code="mesh-does-not-divide",
             )
+    if not _shares(groups, tp):
+        raise Unsupported(
+            f"--tp {tp} is neither a divisor nor a multiple of the {groups} query groups",
+            why="a rank has whole groups, or a group has whole ranks",
+            fix=fix,
+            code="mesh-does-not-divide",
+        )
     if ep > 1 and (not facts.experts or facts.experts % ep):
         fits = ", ".join(str(n) for n in range(1, facts.experts + 1) if facts.experts % n == 0)
         raise Unsupported(
@@ -204,6 +232,10 @@ def _require_divides(facts: Facts, tp: int, ep: int) -> None:
             fix=f"--ep {fits} would do" if facts.experts else "leave --ep out: the model has no experts",
             code="mesh-does-not-divide",
         )
+
+
+def _shares(groups: int, tp: int) -> bool:
+    return not groups or groups % tp == 0 or tp % groups == 0
 
 
 def divisor(source: Checkpoint, choices: Choices) -> int:

@@ -202,7 +202,10 @@ def _decided(content: Content, choices: Choices, form: str) -> tuple[Target, lis
     distributed = _is_distributed(content, choices)
     dtype = weights[model.EMBEDDING].dtype.name
     step = source.step if content.optimizer is not None or source.format == "megatron" else None
-    facts = runargs.target_facts(source, choices, padded, distributed=distributed, form=form, dtype=dtype, step=step)
+    spec = _spec(content, choices)
+    facts = runargs.target_facts(
+        source, choices, padded, distributed=distributed, form=form, spec=spec, dtype=dtype, step=step
+    )
     facts.require_known()
     if tied == facts.flag("untie_embeddings_and_output_weights"):
         facts = replace(facts, args={**facts.args, "untie_embeddings_and_output_weights": not tied})
@@ -233,7 +236,6 @@ def _decided(content: Content, choices: Choices, form: str) -> tuple[Target, lis
         facts = replace(
             facts, args={**facts.args, "no_save_optim": groups is None or None, "no_save_rng": not random or None}
         )
-    fused = _spec(content, choices) == "te"
     target = Target(
         content,
         facts,
@@ -242,7 +244,7 @@ def _decided(content: Content, choices: Choices, form: str) -> tuple[Target, lis
         weights,
         shapes,
         tied,
-        fused,
+        spec == "te",
         distributed,
         groups,
         dict(source.padding),
@@ -267,13 +269,18 @@ def _random(content: Content, facts: Facts, *, has_state: bool, step: int | None
 
 
 def _spec(content: Content, choices: Choices) -> str:
-    """Whose layers' names the result has: --layer-spec, else the source's, else local."""
+    """Whose layers' names the result has: --layer-spec, else the source's, else local.
+
+    Latent attention is the Transformer Engine's: its local layers cannot be built. Source: core_v0.16.1,
+    core/transformer/multi_latent_attention.py (k_channels, which DotProductAttention does not take).
+    """
     if choices.layer_spec not in (None, "local", "te"):
         raise Usage(f"--layer-spec {choices.layer_spec}: there is no such spec", fix="one of local, te")
     if choices.layer_spec is not None:
         return choices.layer_spec
     if content.source.format != "megatron":
-        return "local"
+        latent = any(n.endswith("self_attention.linear_kv_up_proj.weight") for n in content.weights)
+        return "te" if latent else "local"
     args, form = runargs.source_args(content.source), content.source.native.get("form")
     if content.source.variant == "torch_dist":
         return "local" if args.get("transformer_impl") == "local" else "te"

@@ -121,7 +121,6 @@ def test_rows_that_pad_are_zeros_where_the_source_has_none(tmp_path):
     ("mesh", "words"),
     [
         ({"tp": 3}, "--tp 3 does not divide the 4 attention heads"),
-        ({"tp": 4}, "--tp 4 does not divide the 2 query groups"),
         ({"pp": 3}, "--pp 3 does not divide the 4 layers"),
         ({"pp": 2, "vpp": 3}, "--pp 2 --vpp 3 does not divide the 4 layers"),
         ({"ep": 2}, "--ep 2 does not divide the 0 experts"),
