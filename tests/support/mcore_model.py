@@ -7,6 +7,8 @@ the rank's file (classic) or its sharded state dict with the index (torch_dist).
 Not imported by tests: it needs torch and megatron.
 """
 
+# ruff: noqa: E402, I001, TID251, TID253, T201 (it is a script of its own for another Python, and trusts its files)
+
 from __future__ import annotations
 
 import json

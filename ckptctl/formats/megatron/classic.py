@@ -196,6 +196,9 @@ def _model(
             opened.path,
             version,
             facts.number("num_attention_heads", 0),
+            rank.tp % facts.etp,
+            facts.etp,
+            facts.experts // facts.ep,
         )
         here.spot[chunk], here.shapes[chunk] = spot, shapes
         for name, ref in refs.items():

@@ -64,7 +64,7 @@ class _Layout:
             shapes[model.HEAD] = shapes[model.EMBEDDING]
         self.local = stages.local_shapes(shapes, self.facts.tp, "the result", fused=target.fused)
         self.chunks = stages.chunks_of(target.weights, self.facts, tied=target.tied)
-        self.order = model.order_fused if target.fused else model.order
+        self.order = model.order_of(fused=target.fused, grouped=target.grouped)
 
     def names(self, rank: Rank, chunk: int) -> list[str]:
         """A chunk's weights in order, under whole names; of experts those of the rank."""

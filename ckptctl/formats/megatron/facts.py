@@ -87,6 +87,11 @@ class Facts:
         return max(1, self.number("expert_model_parallel_size", 1))
 
     @property
+    def etp(self) -> int:
+        """Tensor-parallel size of experts: the rest's where nothing else is said."""
+        return self.number("expert_tensor_parallel_size", self.tp) or self.tp if self.experts else self.tp
+
+    @property
     def dp(self) -> int | None:
         """Data-parallel size, None where nothing says it."""
         return self.optional("data_parallel_size")
@@ -116,20 +121,13 @@ class Facts:
         return size + 1 if size is not None and self.args.get("tokenizer_type") == "NullTokenizer" else None
 
     def require_known(self) -> None:
-        """Unsupported for layouts that are not read here, by name; Damaged for meshes and models that nobody runs."""
+        """Damaged for meshes and models that nobody runs."""
         ranks, layers = self.tp * self.pp * self.vpp * self.ep, self.number("num_layers", 0)
         if ranks > MOST_RANKS or layers > MOST_LAYERS or self.experts > MOST_LAYERS:
             raise Damaged(
                 f"args say {ranks} ranks and chunks, {layers} layers, {self.experts} experts",
                 where=self.where,
                 code="args-damaged",
-            )
-        if self.experts and self.number("expert_tensor_parallel_size", self.tp) not in (self.tp, 0):
-            raise Unsupported(
-                f"experts are cut over {self.args['expert_tensor_parallel_size']} tensor-parallel ranks, the rest over "
-                f"{self.tp}",
-                where=self.where,
-                fix="save with --expert-tensor-parallel-size equal to --tensor-model-parallel-size",
             )
 
     def bucket_numel(self, dp: int) -> int | None:

@@ -24,6 +24,7 @@ from ckptctl.formats.megatron import model, stages
 from ckptctl.formats.megatron.buffers import STATE_KEYS, laid_out, slot_name
 from ckptctl.formats.megatron.collect import Span, Whole
 from ckptctl.formats.megatron.groups import Param
+from ckptctl.formats.megatron.runargs import is_old_grouped
 from ckptctl.formats.torchfile.read import open_torch
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ class _Mesh:
                 fix="save with --dist-ckpt-optim-fully-reshardable, or in the classic format",
                 code="optimizer-unknown",
             )
+        if is_old_grouped(facts.args):
+            raise Unsupported(
+                "moments in buffers of a run with GroupedMLP are not read",
+                where=NAME,
+                fix="save with --dist-ckpt-optim-fully-reshardable, or in the classic format",
+                code="optimizer-unknown",
+            )
         self.facts = facts
         self.tied = facts.tied
         self.of = {p.name: p for p in params}
@@ -65,7 +73,7 @@ class _Mesh:
         fused = facts.args.get("transformer_impl", "transformer_engine") != "local"
         self.local = stages.local_shapes(shapes, facts.tp, NAME, fused=fused)
         self.chunks = stages.chunks_of([p.name for p in params], facts, tied=self.tied)
-        self._order = model.order_fused if fused else model.order
+        self._order = model.order_of(fused=fused, grouped=facts.flag("moe_grouped_gemm"))
 
     def buffers(self, pp_rank: int) -> Iterator[tuple[list[Param], Buffer]]:
         """The buffers of a stage in order: by chunk, then by type."""

@@ -15,7 +15,7 @@ from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.tensor import dense_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 Shape = tuple[int, ...]
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -100,6 +100,17 @@ class Spot:
     """checkpoint_version, which says the order of rows of query, key and value."""
     heads: int = 0
     """Attention heads; 0 where no version needs them."""
+    expert_tp_rank: int = -1
+    expert_tp: int = 0
+    """Rank and size within an expert; 0 where they are the rest's."""
+    experts: int = 0
+    """Experts of the rank."""
+
+    def cut(self, name: str) -> tuple[int, int]:
+        """Tensor-parallel rank and size of a parameter."""
+        if self.expert_tp and is_expert(name):
+            return self.expert_tp_rank, self.expert_tp
+        return self.tp_rank, self.tp
 
 
 def local_name(name: str) -> str:
@@ -172,8 +183,8 @@ def counted_from(name: str, first_layer: int, first_expert: int) -> str:
     return f"decoder.layers.{layer - first_layer}.{tail}"
 
 
-def fused_name(name: str) -> str:
-    """A name as the Transformer Engine's layers have it: norms are in the projections after them, experts grouped."""
+def fused_name(name: str, *, grouped: bool = True) -> str:
+    """A name as the Transformer Engine's layers have it: norms are in the projections after them."""
     layer, tail = layer_of(name), tail_of(name)
     if layer is None:
         return name
@@ -181,7 +192,7 @@ def fused_name(name: str) -> str:
         if tail.startswith(apart):
             tail = fused + tail[len(apart) :]
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.linear_(fc[12])\.(weight|bias)", tail)
-    if expert is not None:
+    if expert is not None and grouped:
         tail = f"mlp.experts.linear_{expert[2]}.{expert[3]}{expert[1]}"
     return f"decoder.layers.{layer}.{tail}"
 
@@ -196,6 +207,22 @@ def tail_of(name: str) -> str:
     """A name within its layer; the name itself outside layers."""
     found = _LAYER.fullmatch(name)
     return found[2] if found else name
+
+
+def order_grouped(name: str) -> tuple[int, int, int, int, int]:
+    """As order_fused where a layer's experts are grouped: all first projections go before the second ones.
+
+    Source: core_v0.16.1, core/transformer/moe/experts.py, TEGroupedMLP.
+    """
+    place, layer, module, expert, within = order_fused(name)
+    if expert_of(name) < 0:
+        return place, layer, module, 0, within
+    return place, layer, module, within // 2, 2 * expert + within % 2
+
+
+def order_of(*, fused: bool, grouped: bool) -> Callable[[str], tuple[int, int, int, int, int]]:
+    """The order of names for local layers, or the Transformer Engine's with experts grouped or not."""
+    return (order_grouped if grouped else order_fused) if fused else order
 
 
 def order_fused(name: str) -> tuple[int, int, int, int, int]:
@@ -236,6 +263,7 @@ def places(name: str, shape: Shape, spot: Spot, shapes: Mapping[str, Shape]) -> 
         if expert is not None:
             tail = f"mlp.experts.local_experts.{int(expert[1]) + spot.first_expert}.{expert[2]}"
         whole = f"decoder.layers.{int(layer[1]) + spot.first_layer}.{tail}"
+    rank, tp = spot.cut(name)
     axis = _latent_cut(name, shape, shapes) if "_down_proj." in name else cut_axis(name)
     if isinstance(axis, str):
         axis = _unknown_cut(name, shape, spot)
@@ -245,12 +273,12 @@ def places(name: str, shape: Shape, spot: Spot, shapes: Mapping[str, Shape]) -> 
         raise Damaged(f"{name} has {len(shape)} axes", where=spot.where, code="shape")
     if is_gated(name, shape, shapes):
         half, rest = shape[0] // 2, shape[1:]
-        view, lo = (2, half * spot.tp, *rest), (0, half * spot.tp_rank, *(0,) * len(rest))
-        return [_dense(whole, (shape[0] * spot.tp, *rest), view, lo, (2, half, *rest), cut=True)]
+        view, lo = (2, half * tp, *rest), (0, half * rank, *(0,) * len(rest))
+        return [_dense(whole, (shape[0] * tp, *rest), view, lo, (2, half, *rest), cut=True)]
     if spot.version < 2 and ".linear_qkv." in name:
         return [_old_qkv(whole, shape, spot)]
-    full = (*shape[:axis], shape[axis] * spot.tp, *shape[axis + 1 :])
-    lo = tuple(shape[axis] * spot.tp_rank if a == axis else 0 for a in range(len(shape)))
+    full = (*shape[:axis], shape[axis] * tp, *shape[axis + 1 :])
+    lo = tuple(shape[axis] * rank if a == axis else 0 for a in range(len(shape)))
     return [_dense(whole, full, full, lo, shape, cut=True)]
 
 
@@ -331,15 +359,37 @@ def _old_qkv(name: str, shape: Shape, spot: Spot) -> Place:
 def _old_grouped(name: str, shape: Shape, spot: Spot, shapes: Mapping[str, Shape]) -> list[Place]:
     """GroupedMLP's two tensors for all local experts: weight1 (h, n * rows), weight2 (n * columns, h), (in, out) each.
 
-    Source: core_v0.16.1, core/transformer/moe/experts.py, GroupedMLP.forward (`view(num_local_experts, h, -1)`).
+    The bytes of either are those of n matrices one after the other: (h, rows) and (columns, h); gated rows are the
+    rank's gate, then its up. Source: core_v0.16.1, core/transformer/moe/experts.py, GroupedMLP.forward
+    (`view(num_local_experts, h, -1)`), sharded_state_dict.
     """
+    prefix, first = name.rpartition("weight")[0], name.endswith("weight1")
+    other = shapes.get(f"{prefix}weight{2 if first else 1}")
+    n, (rank, tp) = spot.experts, spot.cut(name)
+    one, two = (shape, other) if first else (other, shape)
+    if n < 1 or one is None or two is None or len(one) != 2 or len(two) != 2 or one[1] % n or two[0] % n:
+        raise Damaged(
+            f"{name} {shape} is not the matrices of {n} experts, beside it is {other}",
+            where=spot.where,
+            fix="check num_experts and expert_model_parallel_size in args",
+            code="shape",
+        )
+    hidden, rows, columns = one[0], one[1] // n, two[0] // n
+    if two[1] != hidden or rows not in (columns, 2 * columns):
+        raise Damaged(
+            f"{prefix}weight1 {one} and weight2 {two} are of no experts together", where=spot.where, code="shape"
+        )
     layer = _LAYER.fullmatch(name)
-    prefix = name.rpartition("weight")[0]
-    router = shapes.get(f"{prefix.removesuffix('experts.')}router.weight")
-    raise Unsupported(
-        f"{name} {shape} holds all experts of a rank in one matrix (GroupedMLP), which is not read",
-        where=spot.where,
-        why=f"layer {layer[1] if layer else '?'}; the router is {router}",
-        fix="load it in Megatron and save it with TEGroupedMLP or SequentialMLP, or as torch_dist",
-        code="tensor-unknown",
-    )
+    head = f"decoder.layers.{int(layer[1]) + spot.first_layer if layer else 0}.mlp.experts.local_experts."
+    gates = rows // columns
+    out = []
+    for e in range(n):
+        called = f"{head}{spot.first_expert + e}.linear_fc{1 if first else 2}.weight"
+        whole: Shape = (rows * tp, hidden) if first else (hidden, columns * tp)
+        view: Shape = (gates, columns * tp, hidden) if first else whole
+        lo: Shape = (0, columns * rank, 0) if first else (0, columns * rank)
+        size: Shape = (gates, columns, hidden) if first else (hidden, columns)
+        strides: Shape = (columns, 1, rows) if first else (1, hidden)
+        at = e * hidden * (rows if first else columns)
+        out.append(Place(called, whole, view, lo, size, strides, at, cut=True, is_expert=True))
+    return out

@@ -51,7 +51,10 @@ def put(
     facts, rank = out.facts, here.rank
     for place in model.places(name, shape, here.spot[chunk], here.shapes[chunk]):
         head = place.name == model.HEAD and facts.tied and facts.pp > 1
-        first = not head and (place.cut or rank.tp == 0) and (place.is_expert or rank.ep == 0)
+        tp_rank = here.spot[chunk].cut(place.name)[0]
+        # Of the ranks that hold the same part of what is no expert, the first one writes it: its expert-parallel rank.
+        holder = rank.tp // facts.etp if facts.etp < facts.tp else 0
+        first = not head and (place.cut or tp_rank == 0) and (place.is_expert or rank.ep == holder)
         copy = None if first else (head, -1 if place.cut else rank.tp, -1 if place.is_expert else rank.ep)
         if head:
             place = replace(place, name=model.EMBEDDING)

@@ -6,7 +6,7 @@ import re
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.core.errors import Damaged, MissingFile
+from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,8 @@ def by_rank(path: Path, facts: Facts) -> dict[Rank, Path]:
     found = {p.name: p for p in rank_folders(path)}
     out: dict[Rank, Path] = {}
     missing: list[str] = []
-    for pp, ep, tp in product(range(facts.pp), range(facts.ep), range(facts.tp)):
+    places = expert_places(facts, str(path))
+    for pp, (ep, tp) in product(range(facts.pp), places):
         name = _known(found, Rank(tp, pp, ep), facts)
         file = model_file(found.pop(name)) if name in found else None
         if file is None:
@@ -60,7 +61,7 @@ def by_rank(path: Path, facts: Facts) -> dict[Rank, Path]:
             out[Rank(tp, pp, ep)] = file
     if missing:
         raise MissingFile(
-            f"{len(missing)} of {facts.tp * facts.pp * facts.ep} ranks are missing: {', '.join(missing[:4])}",
+            f"{len(missing)} of {facts.pp * len(places)} ranks are missing: {', '.join(missing[:4])}",
             where=str(path),
             why=f"args say tp={facts.tp}, pp={facts.pp}, ep={facts.ep}",
             fix="copy their folders",
@@ -75,6 +76,29 @@ def by_rank(path: Path, facts: Facts) -> dict[Rank, Path]:
             code="ranks-differ",
         )
     return out
+
+
+def expert_places(facts: Facts, where: str) -> list[tuple[int, int]]:
+    """(expert-parallel rank, tensor-parallel rank) of a stage's files.
+
+    Every pair has one, but where experts are cut over fewer ranks than the rest: ranks are then counted through
+    experts' ranks and within each through its own, and of those that hold the same experts the first one writes.
+    Unsupported where the real files would not hold all. Source: core_v0.16.1, core/parallel_state.py,
+    initialize_model_parallel (expert groups, order etp-ep-dp); training/checkpointing.py, save_checkpoint
+    (get_expert_data_parallel_rank() == 0).
+    """
+    tp, ep, etp = facts.tp, facts.ep, facts.etp
+    if etp == tp:
+        return list(product(range(ep), range(tp)))
+    if etp > tp or tp % etp or etp * ep < tp:
+        raise Unsupported(
+            f"experts are cut over {etp} tensor-parallel ranks, the rest over {tp}, and there are {ep} expert-parallel "
+            "ranks",
+            where=where,
+            why="Megatron writes a classic file for each rank that holds other experts: these hold not all of the rest",
+            fix="save as torch_dist, or with --expert-tensor-parallel-size equal to --tensor-model-parallel-size",
+        )
+    return [(r // etp, r % tp) for r in range(etp * ep)]
 
 
 def _known(found: dict[str, Path], rank: Rank, facts: Facts) -> str:

@@ -153,7 +153,25 @@ def target_facts(
         )
     if choices.layer_spec or not source_args(source):
         args["transformer_impl"] = "transformer_engine" if spec == "te" else "local"
+    if before.experts:
+        # One matrix an expert: TEGroupedMLP, or SequentialMLP, whose names the result has.
+        args["moe_grouped_gemm"] = spec == "te" and bool(source_args(source).get("moe_grouped_gemm", True))
+        args["moe_use_legacy_grouped_gemm"] = False
     return Facts(args, "the result's args", source.facts.config or {})
+
+
+def is_old_grouped(args: Mapping[str, Any]) -> bool:
+    """Whether experts are GroupedMLP's: all of a rank in one matrix.
+
+    Source: core_v0.16.1, core/models/backends.py, LocalSpecProvider.grouped_mlp_modules;
+    core/extensions/transformer_engine_spec_provider.py.
+    """
+    local = args.get("transformer_impl", "transformer_engine") == "local"
+    return (
+        bool(args.get("moe_grouped_gemm"))
+        and bool(args.get("num_experts"))
+        and (local or bool(args.get("moe_use_legacy_grouped_gemm")))
+    )
 
 
 def samples_of(source: Checkpoint, like: Like | None, step: int | None) -> int:
@@ -208,8 +226,7 @@ def _require_divides(facts: Facts, tp: int, ep: int) -> None:
     def would(n: int) -> bool:
         return all(not size or size % n == 0 for size in sizes.values()) and _shares(groups, n)
 
-    fits = [n for n in range(1, max(heads, 1) + 1) if would(n)]
-    fix = f"--tp {', '.join(map(str, fits))} would do"
+    fix = f"--tp {', '.join(str(n) for n in range(1, max(heads, 1) + 1) if would(n))} would do"
     for what, size in sizes.items():
         if size and size % tp:
             raise Unsupported(

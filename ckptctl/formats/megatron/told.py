@@ -33,6 +33,8 @@ def lines_of(
     )
     layers = "the Transformer Engine's" if target.fused else "local"
     lines = [Line("layout", "written", f"{form}, {mesh}, {how}, names of {layers} layers (--layer-spec)")]
+    if runargs.is_old_grouped(runargs.source_args(target.content.source)):
+        lines.append(Line("experts", "written", "a matrix each: GroupedMLP's single matrices are not written"))
     have = next((t.shape[0] for k, t in target.padding.items() if k.kind == "weight"), 0)
     rows = f"{true} rows padded to {padded} (a multiple of {runargs.divisor(target.content.source, choices)} x tp)"
     if padded > true or have:

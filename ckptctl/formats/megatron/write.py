@@ -66,6 +66,11 @@ class Target:
         """Weights that are trained, in order of registration."""
         return [n for n in self.weights if not model.is_buffer(n)]
 
+    @property
+    def grouped(self) -> bool:
+        """Whether a layer's experts are one module (TEGroupedMLP)."""
+        return self.fused and bool(self.facts.args.get("moe_grouped_gemm", True))
+
     def fused_key(self, name: str) -> str:
         """A name as the Transformer Engine's layers have it: which norms are in the projections after them.
 
@@ -77,7 +82,7 @@ class Target:
             return name if is_latent == tail.startswith("input_layernorm.") else model.fused_name(name)
         if tail.startswith("pre_mlp_layernorm.") and f"{name.partition(tail)[0]}mlp.router.weight" in self.weights:
             return name
-        return model.fused_name(name)
+        return model.fused_name(name, grouped=self.grouped)
 
     def item(self, name: str, kind: str) -> Item:
         """A weight or a state of it; masters and moments in float32, as Megatron keeps them."""

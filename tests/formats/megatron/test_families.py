@@ -136,7 +136,7 @@ def test_there_and_back_gives_equal_bytes_with_moments(name, layout, tmp_path):
     good("convert", source, there, *to)
     good("convert", there, back, "--to", "torch", *given)
     answer = command("diff", source, back, "--optimizer", *given, "--json").json
-    assert answer["compared"]["exp_avg"] > 40
+    assert answer["compared"]["exp_avg"] > 30
     assert [d for d in answer["differences"] if d["kind"] != "group"] == []
     # and by way of the other names again: the bytes that Megatron's files had
     good("convert", back, again, *to)

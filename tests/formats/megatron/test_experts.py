@@ -1,0 +1,174 @@
+"""Experts as runs keep them: all of a rank in one matrix (GroupedMLP), and cut over fewer ranks than the rest.
+
+Files are made here with NumPy from whole matrices, by what the real layers say of their own weights
+(core/transformer/moe/experts.py: `weight1.view(num_local_experts, hidden, -1)`; parallel_state.py: expert groups).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ckptctl.core.tensor import Key
+from ckptctl.operations.opening import open_checkpoint
+from ckptctl.operations.tensors import TensorReader
+from tests.support.commands import document, good, refused
+from tests.support.torchfiles import stored, torch_zip, v2
+
+HIDDEN, FFN, EXPERTS, VOCAB, HEADS = 8, 12, 4, 16, 4
+RNG = np.random.default_rng(3)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape, np.float32)
+
+
+GATE, UP, DOWN = ([normal(*s) for _ in range(EXPERTS)] for s in ((FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN)))
+LAYER = "decoder.layers.0."
+DENSE = {
+    "embedding.word_embeddings.weight": (normal(VOCAB, HIDDEN), 0),
+    f"{LAYER}input_layernorm.weight": (normal(HIDDEN), None),
+    f"{LAYER}self_attention.linear_proj.weight": (normal(HIDDEN, HIDDEN), 1),
+    f"{LAYER}self_attention.linear_qkv.weight": (normal(3 * HIDDEN, HIDDEN), 0),
+    f"{LAYER}pre_mlp_layernorm.weight": (normal(HIDDEN), None),
+    f"{LAYER}mlp.router.weight": (normal(EXPERTS, HIDDEN), None),
+    "decoder.final_layernorm.weight": (normal(HIDDEN), None),
+    "output_layer.weight": (normal(VOCAB, HIDDEN), 0),
+}
+
+
+def part(array, axis, rank, ranks):
+    return array if axis is None else np.split(array, ranks, axis)[rank]
+
+
+def dense(tp_rank, tp):
+    return {n: part(a, axis, tp_rank, tp) for n, (a, axis) in DENSE.items()}
+
+
+def first(e, rank, ranks):
+    """An expert's first projection on a rank: its gate above its up."""
+    return np.concatenate([part(x[e], 0, rank, ranks) for x in (GATE, UP)])
+
+
+def sequential(local, rank, ranks):
+    out = {}
+    for i, e in enumerate(local):
+        name = f"{LAYER}mlp.experts.local_experts.{i}.linear_fc"
+        out |= {f"{name}1.weight": first(e, rank, ranks), f"{name}2.weight": part(DOWN[e], 1, rank, ranks)}
+    return out
+
+
+def grouped(local, rank, ranks):
+    """Both matrices of GroupedMLP: (in, out) of each expert one after the other in memory."""
+    one = np.stack([first(e, rank, ranks).T for e in local])
+    two = np.stack([part(DOWN[e], 1, rank, ranks).T for e in local])
+    return {
+        f"{LAYER}mlp.experts.weight1": one.reshape(HIDDEN, -1),
+        f"{LAYER}mlp.experts.weight2": two.reshape(-1, HIDDEN),
+    }
+
+
+def args(**more):
+    return {
+        "num_layers": 1, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": HEADS, "kv_channels": 2,
+        "num_experts": EXPERTS, "pipeline_model_parallel_size": 1, "padded_vocab_size": VOCAB, "vocab_size": VOCAB - 1,
+        "tokenizer_type": "NullTokenizer", "untie_embeddings_and_output_weights": True, "swiglu": True,
+        "make_vocab_size_divisible_by": 4, "transformer_impl": "local", **more,
+    }  # fmt: skip
+
+
+def save(folder, said, model, *, moments=False):
+    """A rank's file; moments: the plain optimizer's, weights times 2 and 3; matrices and norms are two groups."""
+    storages: dict[str, bytes] = {}
+
+    def tensor(array):
+        array = np.ascontiguousarray(array, np.float32)
+        key = str(len(storages))
+        storages[key] = array.tobytes()
+        return v2(stored(key, array.size), 0, array.shape, tuple(s // 4 for s in array.strides))
+
+    root = {"args": said, "checkpoint_version": 3.0, "iteration": 7, "model": {n: tensor(a) for n, a in model.items()}}
+    if moments:
+        apart = said["expert_model_parallel_size"] > 1
+        parts = (
+            [[n for n in model if (".experts." in n) is which] for which in (False, True)] if apart else [list(model)]
+        )
+        root["optimizer"] = []
+        for which, names in enumerate(parts):
+            sets = [[n for n in names if model[n].ndim > 1], [n for n in names if model[n].ndim == 1]]
+            listed = [n for s in sets for n in s]
+            groups, at = [], 0
+            for mult, s in zip((1.0, 0.0), sets, strict=True):
+                if s:
+                    ids = list(range(at, at := at + len(s)))
+                    group = {"lr": 0.1, "wd_mult": mult, "is_expert_parallel": which == 1, "params": ids}
+                    groups.append(group | {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1 * mult})
+            state = {
+                i: {"step": 7, "exp_avg": tensor(2 * model[n]), "exp_avg_sq": tensor(3 * model[n])}
+                for i, n in enumerate(listed)
+            }
+            root["optimizer"].append({"state": state, "param_groups": groups})
+    folder.mkdir(parents=True)
+    (folder / "model_optim_rng.pt").write_bytes(torch_zip(root, storages))
+
+
+def require_whole(path, *, moments=False):
+    checkpoint = open_checkpoint(path)[0]
+    want = {n: a for n, (a, _) in DENSE.items()}
+    for e in range(EXPERTS):
+        name = f"{LAYER}mlp.experts.local_experts.{e}.linear_fc"
+        want |= {f"{name}1.weight": np.concatenate([GATE[e], UP[e]]), f"{name}2.weight": DOWN[e]}
+    assert {k.name for k in checkpoint.tensors} == set(want)
+    with TensorReader(checkpoint) as reader:
+        for kind, factor in (("weight", 1), ("exp_avg", 2), ("exp_avg_sq", 3)) if moments else (("weight", 1),):
+            for name, array in want.items():
+                found = reader.array(Key(name, kind)).view(np.float32).reshape(array.shape)
+                assert np.array_equal(found, factor * array), (name, kind)
+    return checkpoint
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (1, 4)])
+def test_all_experts_of_a_rank_in_one_matrix_come_apart(tp, ep, tmp_path):
+    said = args(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, moe_grouped_gemm=True, data_parallel_size=ep
+    )
+    run = tmp_path / "iter_0000007"
+    for t in range(tp):
+        for e in range(ep):
+            local = range(e * EXPERTS // ep, (e + 1) * EXPERTS // ep)
+            tail = f"_{e:03d}" if ep > 1 else ""
+            save(run / f"mp_rank_{t:02d}{tail}", said, dense(t, tp) | grouped(local, t, tp), moments=True)
+    require_whole(run, moments=True)
+    # written again an expert is a matrix of its own, and the report says so
+    answer = document("reshard", run, tmp_path / "out", "--tp", "1", "--ep", "1", "--dp", "1")
+    assert any(x["part"] == "experts" and "a matrix each" in x["detail"] for x in answer["fidelity"])
+    found = require_whole(tmp_path / "out", moments=True)
+    assert found.native["args"].state["moe_grouped_gemm"] is False
+
+
+def test_a_matrix_that_is_not_of_so_many_experts_is_refused(tmp_path):
+    said = args(tensor_model_parallel_size=1, expert_model_parallel_size=1, moe_grouped_gemm=True) | {"num_experts": 5}
+    save(tmp_path / "iter_0000007/mp_rank_00", said, dense(0, 1) | grouped(range(4), 0, 1))
+    assert "is not the matrices of 5 experts" in refused("inspect", tmp_path / "iter_0000007")["what"]
+
+
+def test_experts_cut_over_fewer_ranks_than_the_rest(tmp_path):
+    """tp 4, expert tp 2, ep 4: ranks 0 to 7 of a stage write; each has tp rank r % 4, expert rank r % 2, ep r // 2."""
+    said = args(
+        tensor_model_parallel_size=4, expert_model_parallel_size=4, expert_tensor_parallel_size=2, data_parallel_size=2
+    )
+    run = tmp_path / "iter_0000007"
+    for r in range(8):
+        save(run / f"mp_rank_{r % 4:02d}_{r // 2:03d}", said, dense(r % 4, 4) | sequential([r // 2], r % 2, 2))
+    require_whole(run)
+    good("reshard", run, tmp_path / "out", "--tp", "2", "--ep", "2", "--dp", "2")
+    found = require_whole(tmp_path / "out")
+    assert found.native["args"].state["expert_tensor_parallel_size"] == 2
+    (run / "mp_rank_02_003").rename(tmp_path / "gone")
+    assert refused("inspect", run)["code"] == "ranks-missing"
+
+
+def test_experts_cut_so_that_files_cannot_hold_all_are_refused(tmp_path):
+    said = args(tensor_model_parallel_size=4, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    save(tmp_path / "iter_0000007/mp_rank_00_000", said, dense(0, 4) | sequential([0, 1], 0, 1))
+    assert "these hold not all of the rest" in refused("inspect", tmp_path / "iter_0000007")["why"]
