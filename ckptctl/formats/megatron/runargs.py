@@ -155,7 +155,7 @@ def target_facts(
         args["transformer_impl"] = "transformer_engine" if spec == "te" else "local"
     if before.experts:
         # One matrix an expert: TEGroupedMLP, or SequentialMLP, whose names the result has.
-        args["moe_grouped_gemm"] = spec == "te" and bool(source_args(source).get("moe_grouped_gemm", True))
+        args["moe_grouped_gemm"] = spec == "te" and bool(args.get("moe_grouped_gemm", True))
         args["moe_use_legacy_grouped_gemm"] = False
     return Facts(args, "the result's args", source.facts.config or {})
 

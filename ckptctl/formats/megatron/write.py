@@ -274,7 +274,7 @@ def _random(content: Content, facts: Facts, *, has_state: bool, step: int | None
 
 
 def _spec(content: Content, choices: Choices) -> str:
-    """Whose layers' names the result has: --layer-spec, else the source's, else local.
+    """Whose layers' names the result has: --layer-spec, else the run's of --like, else the source's, else local.
 
     Latent attention is the Transformer Engine's: its local layers cannot be built. Source: core_v0.16.1,
     core/transformer/multi_latent_attention.py (k_channels, which DotProductAttention does not take).
@@ -283,6 +283,9 @@ def _spec(content: Content, choices: Choices) -> str:
         raise Usage(f"--layer-spec {choices.layer_spec}: there is no such spec", fix="one of local, te")
     if choices.layer_spec is not None:
         return choices.layer_spec
+    impl = None if choices.like is None else choices.like.args.get("transformer_impl")
+    if impl is not None:
+        return "local" if impl == "local" else "te"
     if content.source.format != "megatron":
         latent = any(n.endswith("self_attention.linear_kv_up_proj.weight") for n in content.weights)
         return "te" if latent else "local"
