@@ -66,13 +66,18 @@ class Shape(NamedTuple):
         return {**kind, **sizes, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 
 
-def shape_of(nbytes: int) -> Shape:
-    """The Llama-like sizes whose weights and two moments in float32 come nearest to nbytes."""
+def shape_of(nbytes: int, by: int = 1) -> Shape:
+    """The Llama-like sizes whose weights and two moments in float32 come nearest to nbytes.
+
+    by: what divides the numbers of layers and of key/value heads.
+    """
     best: tuple[float, Shape] | None = None
     for hidden in (256, 512, 1024, 2048, 4096, 8192):
         inner = -(-hidden * 8 // 3 // 256) * 256
         layer = hidden * hidden * 5 // 2 + 3 * hidden * inner
-        layers = max(1, round((nbytes / 12 - 2 * VOCAB * hidden) / layer))
+        layers = max(1, round((nbytes / 12 - 2 * VOCAB * hidden) / layer / by)) * by
+        if hidden // 256 % by:
+            continue
         off = abs(12 * (2 * VOCAB * hidden + layers * layer) / nbytes - 1) + abs(math.log(layers / 16)) / 10
         if best is None or off < best[0]:
             best = off, Shape(hidden, inner, layers)
@@ -329,8 +334,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", type=parse, default="2GB", help="weights and both moments together (default: 2GB)")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--by", type=int, default=1, help="what divides the numbers of layers and key/value heads")
     arguments = parser.parse_args()
-    shape = shape_of(arguments.size)
+    shape = shape_of(arguments.size, arguments.by)
     shutil.rmtree(arguments.out, ignore_errors=True)
     (arguments.out / "ckpt").mkdir(parents=True)
     (arguments.out / "config").mkdir()

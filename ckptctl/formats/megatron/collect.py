@@ -113,6 +113,13 @@ class Whole:
         for key, rows in self._rows.items():
             shape, dtype, where = self._shapes[key]
             have, want = sum(p.numel for p in rows), _numel(shape)
+            if have > want:
+                raise Damaged(
+                    f"{key.name} ({key.kind}) has {have} of {want} elements over all ranks: some are there twice",
+                    where=where,
+                    fix="a rank's file may be another's copy: take all ranks' files from one save",
+                    code="ranks-differ",
+                )
             if have != want:
                 raise Damaged(
                     f"{key.name} ({key.kind}) has {have} of {want} elements over all ranks",

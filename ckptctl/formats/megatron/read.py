@@ -14,7 +14,7 @@ from ckptctl.core.errors import Damaged, MissingFile, Unrecognised
 from ckptctl.core.remake import Native, remade, to_hub
 from ckptctl.core.tensor import Key, Part, Tensor
 from ckptctl.formats import Evidence, Hints
-from ckptctl.formats.megatron import classic, dist, model
+from ckptctl.formats.megatron import classic, dist, heads, model
 from ckptctl.formats.megatron.found import optimizer_of
 from ckptctl.formats.megatron.ranks import model_file, rank_folders
 
@@ -98,6 +98,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     is_dist = (path / ".metadata").is_file()
     found = dist.read(path, hints) if is_dist else classic.read(path, hints)
     tensors = _ordered(found.tensors)
+    heads.require_fitting(tensors, found.facts, str(path))
     tensors, padding = _vocabulary(tensors, found.facts.true_vocabulary, str(path))
     kinds: dict[str, set[str]] = {}
     for key in tensors:

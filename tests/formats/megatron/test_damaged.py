@@ -1,0 +1,130 @@
+"""Damaged sets of real checkpoints, each with its own message: bytes of real files changed in place.
+
+Missing ranks, ranks of other iterations, and replicas that differ are in test_read.
+"""
+
+from __future__ import annotations
+
+import json
+import pickletools
+import shutil
+import zipfile
+
+import pytest
+
+from ckptctl.core.errors import CkptError
+from ckptctl.operations.opening import Reading, open_checkpoint
+from tests.formats.megatron.test_read import CLASSIC, DIST, TIED
+from tests.support.checkpoints import ckpt, truth_config
+from tests.support.commands import document, refused
+
+
+def copied(name, tmp_path):
+    return shutil.copytree(ckpt(name), tmp_path / "run")
+
+
+def pickle_of(file):
+    """A torch file's bytes, its pickle, and where that begins."""
+    data = bytearray(file.read_bytes())
+    with zipfile.ZipFile(file) as archive:
+        found = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+        text = archive.read(found)
+    return data, text, bytes(data).index(text)
+
+
+def set_number(file, key, old, new):
+    """Changes a small number that args have under a key."""
+    data, text, start = pickle_of(file)
+    before, names = None, {}
+    for op, value, at in pickletools.genops(text):
+        if op.name in ("BINPUT", "LONG_BINPUT"):
+            names[value] = before
+            continue
+        if op.name == "BININT1" and before == key:
+            assert data[start + at + 1] == old
+            data[start + at + 1] = new
+            file.write_bytes(data)
+            return
+        before = value if op.name == "BINUNICODE" else names.get(value) if "BINGET" in op.name else None
+    raise AssertionError(f"{key} is not there")
+
+
+def replaced(file, old, new):
+    """Changes text of the same length in the pickle."""
+    data, text, start = pickle_of(file)
+    assert len(old) == len(new)
+    assert old in text
+    data[start : start + len(text)] = text.replace(old, new)
+    file.write_bytes(data)
+
+
+def refusal(path, name):
+    with pytest.raises(CkptError) as caught:
+        open_checkpoint(path, Reading(truth_config(name)))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "words"),
+    [
+        ("num_query_groups", 2, 4, "has 64 rows, and args say 96 rows"),
+        ("num_query_groups", 2, 3, "args say 4 attention heads in 3 query groups"),
+        ("kv_channels", 8, 4, "has 32 columns, and args say 16 columns"),
+        ("num_attention_heads", 4, 2, "the config says 4 attention heads, the checkpoint's args 2"),
+    ],
+)
+def test_heads_that_contradict_the_shapes_are_refused(key, old, new, words, tmp_path):
+    run = copied(TIED, tmp_path)
+    for file in run.glob("iter_*/mp_rank_*/model_optim_rng.pt"):
+        set_number(file, key, old, new)
+    error = refusal(run, TIED)
+    assert (error.code, words in error.what) == ("heads-contradict", True), error.what
+
+
+def test_heads_that_contradict_the_shapes_are_refused_in_torch_dist(tmp_path):
+    run = copied(DIST, tmp_path)
+    set_number(next(run.glob("iter_*/common.pt")), "num_query_groups", 2, 1)
+    assert refusal(run, DIST).code == "heads-contradict"
+
+
+def test_a_config_of_other_heads_is_refused(tmp_path):
+    config = json.loads((truth_config(TIED) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
+    error = refused("inspect", ckpt(TIED), "--model-config", tmp_path)
+    assert error["code"] == "heads-contradict"
+    assert error["what"] == "the config says 8 attention heads, the checkpoint's args 4"
+
+
+def test_a_tensor_that_nobody_knows_is_refused_where_ranks_would_cut_it(tmp_path):
+    run = copied(TIED, tmp_path)
+    for file in run.glob("iter_*/mp_rank_*/model_optim_rng.pt"):
+        replaced(file, b"decoder.layers.1.pre_mlp_layernorm.weight", b"decoder.layers.1.pre_mlp_something.matrix")
+    error = refusal(run, TIED)
+    assert error.code == "tensor-unknown"
+    assert "decoder.layers.1.pre_mlp_something.matrix" in error.what
+
+
+def test_fp8_scales_are_told(tmp_path):
+    run = copied(CLASSIC, tmp_path)
+    file = run / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+    data, text, start = pickle_of(file)
+    name = b"decoder.layers.0.self_attention.linear_proj._extra_state"
+    at = text.index(name) + len(name)
+    none = next(p for op, _, p in pickletools.genops(text) if p >= at and op.name == "NONE")
+    data[start + none] = 0x89  # False
+    file.write_bytes(data)
+    told = document("inspect", run, "--model-config", truth_config(CLASSIC))
+    assert any("1 _extra_state entries (FP8 scales) are not read" in w for w in told["warnings"])
+
+
+def test_a_stage_s_layers_twice_are_refused(tmp_path):
+    """Both stages' files are of the first."""
+    run = copied(TIED, tmp_path)
+    for tp in (0, 1):
+        file = "model_optim_rng.pt"
+        shutil.copy(
+            run / "iter_0000003" / f"mp_rank_0{tp}_000" / file, run / "iter_0000003" / f"mp_rank_0{tp}_001" / file
+        )
+    error = refusal(run, TIED)
+    assert (error.exit_code, error.code) == (3, "ranks-differ")
+    assert "9216 of 4608 elements over all ranks: some are there twice" in error.what
