@@ -14,9 +14,11 @@ from ckptctl import operations
 from ckptctl.core.checkpoint import WEIGHTS, Checkpoint
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.tensor import Key
+from ckptctl.operations.elsewhere import near
 from ckptctl.operations.opening import require_safe
 from ckptctl.operations.showing import selected, statistics
 from ckptctl.operations.tensors import TensorReader
+from ckptctl.remote import places
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,7 +167,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     def __repr__(self) -> str:
         what = f"{self.format}, {len(self)} weights, kinds {', '.join(self.kinds)}, step {self.step}"
-        return f"<checkpoint {self.checkpoint.root}: {what}>"
+        return f"<checkpoint {places.shown(self.checkpoint.root)}: {what}>"
 
     def _repr_html_(self) -> str:
         """A table for notebooks: the first tensors, and how many there are."""
@@ -192,9 +194,12 @@ def open(
     module: str | None = None,
     key_map: str | Path | None = None,
 ) -> CheckpointView:
-    """Open a checkpoint of any format that is read. Reads headers only; Unsafe where a pickle in it would run code."""
+    """Open a checkpoint of any format that is read. Reads headers only; Unsafe where a pickle in it would run code.
+
+    A path may be an address on the Hub, hf://owner/name[@revision][/path]: values are read from there when asked for.
+    """
     checkpoint, _ = operations.open_checkpoint(
-        path, operations.Reading(model_config, format, step, param_order, module, key_map)
+        near(path), operations.Reading(model_config, format, step, param_order, module, key_map)
     )
     require_safe(checkpoint)
     return CheckpointView(checkpoint)

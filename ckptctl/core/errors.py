@@ -11,6 +11,7 @@ CkptError                 exit 3, a problem the user can act on
 |-- StateNotCarried       the target cannot hold the source's training state
 |-- NoSpace               the disk has less room than the result needs
 |-- SourceChanged         the source or the plan is not the one that the interrupted job had
+|-- Denied                exit 4, the Hub does not know this user, or gives them no right to it
 |-- Interrupted           exit 5, stopped, and can go on with --resume
 `-- Mismatch              exit 1, two things that should be equal are not
 """
@@ -99,6 +100,13 @@ class SourceChanged(CkptError):
     """--resume finds another source, plan or version than the interrupted job had."""
 
     code = "source-changed"
+
+
+class Denied(CkptError):
+    """The Hub does not know this user, or this user may not do that."""
+
+    exit_code = 4
+    code = "credentials"
 
 
 class Interrupted(CkptError):

@@ -26,6 +26,7 @@ from ckptctl.execute.job import Job, Json, used_keys, used_sources
 from ckptctl.execute.sources import seen
 from ckptctl.execute.system import boot_id, reading_failed, writing_failed
 from ckptctl.plan.steps import Extent
+from ckptctl.remote import places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -83,13 +84,17 @@ def plan_digest(plan: Plan) -> str:
 def source_marks(job: Job) -> dict[str, dict[str, Json]]:
     """Size, times of change and digest of the ends of each source file that the job reads, by path.
 
-    Two times, since whoever writes a file can put back the one of its data, and not that of its inode. MissingFile
-    where one is gone.
+    Two times, since whoever writes a file can put back the one of its data, and not that of its inode. A file elsewhere
+    has its hash. MissingFile where one is gone.
     """
     paths = [job.sources[number].path for number in used_sources(job.plan)]
     out: dict[str, dict[str, Json]] = {}
     for path, (size, mtime) in seen(job.root, paths).items():
         full = job.root / path if path else job.root
+        far = places.at(full)
+        if far is not None:
+            out[path] = {"nbytes": size, "mtime_ns": mtime, "hash": far.identity}
+            continue
         try:
             with full.open("rb") as file:
                 digest = hashlib.blake2b(file.read(_ENDS), digest_size=16)

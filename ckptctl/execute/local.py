@@ -38,6 +38,7 @@ from ckptctl.execute.target import (
 )
 from ckptctl.execute.work import Shared, Worker, finish
 from ckptctl.plan.gangs import Gang, gangs
+from ckptctl.remote import places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from ckptctl.plan.steps import Extent
 
 _MOST_JOBS = 8
+"""Threads at most, and as many where the source is elsewhere: they wait for it, and not for a core."""
 _SYNCERS = 2
 """Threads that wait for files to reach the disk."""
 
@@ -173,7 +175,7 @@ class _Run:
         started: float,
     ) -> None:
         self.job, self.sizes, self.partial, self.marks, self.header = job, sizes, partial, marks, header
-        self.jobs = budget.jobs or min(_MOST_JOBS, cores())
+        self.jobs = budget.jobs or (_MOST_JOBS if places.address_of(job.root) else min(_MOST_JOBS, cores()))
         self.checksums, self.progress, self.started = checksums, progress, started
         self.journal = Journal(partial.fd, os.fspath(partial.journal))
         self.checks = [FileChecks(job.plan, n) for n in range(len(job.plan.files))]

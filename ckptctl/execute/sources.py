@@ -10,18 +10,20 @@ import os
 import stat
 from collections import OrderedDict
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import CkptError, Damaged, NoSpace, Unsupported
 from ckptctl.execute.files import OpenFiles, read_all, too_short
 from ckptctl.execute.system import reading_failed, writing_failed
+from ckptctl.remote import places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from ckptctl.core.tensor import Source
+    from ckptctl.remote.places import Elsewhere, Forward
 
 _FEED = 1 << 20
 """Compressed bytes read at a time."""
@@ -74,12 +76,16 @@ class Sources:
         self._decoding = Lock()
         self._held: OrderedDict[int, bytes | bytearray] = OrderedDict()
         self._scratched: dict[int, Place] = {}
+        self._streams = _Streams()
+        self.is_far = bool(places.address_of(root))
+        """Whether reads are requests, so that expect() saves some."""
 
     def __enter__(self) -> Sources:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.files.close()
+        self._streams.close()
 
     def _file(self, source: Source) -> Place:
         """Where a source's stored bytes lie."""
@@ -117,13 +123,27 @@ class Sources:
             place = self._scratched[number]
         if start < 0 or place.start + start + nbytes > place.stop:
             raise too_short(place.path, place.stop, place.start + start + nbytes)
+        self._fill(place, views, start)
+        if number not in self._scratched:
+            self.counted(nbytes)
+
+    def _fill(self, place: Place, views: Sequence[memoryview], start: int) -> None:
+        """Fill the views with bytes of a place that is known to have them."""
+        far = places.at(place.path)
+        if far is not None:
+            self._streams.fill(far, views, place.start + start, self.go_on)
+            return
         try:
             with self.files.use(place.path) as fd:
                 read_all(fd, views, place.start + start, place.path)
         except OSError as err:
             raise reading_failed(err, place.path) from err
-        if number not in self._scratched:
-            self.counted(nbytes)
+
+    def expect(self, number: int, start: int, nbytes: int) -> None:
+        """Nbytes of a source from offset start on will be read piece by piece, by the thread that says so."""
+        place = self.plain(number)
+        if place is not None and (far := places.at(place.path)) is not None:
+            self._streams.at(far, place.start + start).expect(min(place.stop, place.start + start + nbytes))
 
     def counted(self, nbytes: int) -> None:
         """Add to read_nbytes."""
@@ -206,14 +226,46 @@ class Sources:
         while at < place.stop:
             n = min(_FEED, place.stop - at)
             buffer = bytearray(n)
-            try:
-                with self.files.use(place.path) as fd:
-                    read_all(fd, [memoryview(buffer)], at, place.path)
-            except OSError as err:
-                raise reading_failed(err, place.path) from err
+            self._fill(place, [memoryview(buffer)], at - place.start)
             self.counted(n)
             at += n
             yield bytes(buffer)
+
+
+class _Streams:
+    """Streams of files elsewhere: each thread goes on with its own where it reads on, a few files at once."""
+
+    _A_THREAD = 4
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._open: dict[int, OrderedDict[str, Forward]] = {}
+
+    def fill(self, far: Elsewhere, views: Sequence[memoryview], start: int, check: Callable[[], None]) -> None:
+        """Fill the views with a file's bytes from start on."""
+        self.at(far, start).fill(views, check)
+
+    def at(self, far: Elsewhere, start: int) -> Forward:
+        """The stream of a file that the calling thread has, at the file's byte start."""
+        with self._lock:
+            mine = self._open.setdefault(get_ident(), OrderedDict())
+        stream = mine.pop(far.name, None)
+        if stream is None or not stream.skip(start):
+            if stream is not None:
+                stream.close()
+            stream = far.stream(start)
+        mine[far.name] = stream
+        if len(mine) > self._A_THREAD:
+            mine.popitem(last=False)[1].close()
+        return stream
+
+    def close(self) -> None:
+        """Let go of all connections; no thread may read any more."""
+        with self._lock:
+            for some in self._open.values():
+                for stream in some.values():
+                    stream.close()
+            self._open.clear()
 
 
 def _spill(fd: int, data: bytes | bytearray) -> None:

@@ -157,6 +157,9 @@ class Stream:
 
     def _run(self, move: Move) -> None:
         nbytes, done = move.numel * move.item, 0
+        if self._sources.is_far:
+            self._reads.flush()
+            self._sources.expect(move.source, move.src, nbytes)
         while done < nbytes:
             n = min(nbytes - done, self._room(1))
             self._reads.add(move.source, move.src + done, n, self._buffer, self._used)
@@ -167,6 +170,8 @@ class Stream:
         assert move.rule is not None
         numel, done = move.numel, 0
         types = carrier(move.rule.source), carrier(move.rule.target)
+        if self._sources.is_far:
+            self._sources.expect(move.source, move.src, numel * move.item)
         while done < numel:
             n = min(numel - done, self._room(move.dst_item) // move.dst_item)
             if n * move.item > len(self._staged):

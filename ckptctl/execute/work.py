@@ -28,6 +28,7 @@ from ckptctl.execute.stream import Stream, is_stream
 from ckptctl.execute.system import reading_failed, writing_failed
 from ckptctl.execute.writing import Writer
 from ckptctl.plan.steps import Extent, Merge, Move, Step
+from ckptctl.remote import places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +188,7 @@ class Worker:
         if not (self._shared.direct and move.is_run and move.numel * move.item >= DIRECT_NBYTES):
             return None
         place = self._shared.sources.plain(move.source)
-        if place is None or (place.start + move.src - move.dst) % DIRECT_ALIGNMENT:
+        if place is None or places.at(place.path) is not None or (place.start + move.src - move.dst) % DIRECT_ALIGNMENT:
             return None
         return place
 

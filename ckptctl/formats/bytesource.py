@@ -7,12 +7,17 @@ import stat
 from typing import TYPE_CHECKING, Protocol
 
 from ckptctl.core.errors import CkptError, Damaged, Unrecognised
+from ckptctl.remote import places
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
 _AT_ONCE = 1 << 30
 """Linux moves at most 0x7FFFF000 bytes a call. Source: man 2 read."""
+
+
+_SMALL = 64 << 20
 
 
 class ByteSource(Protocol):
@@ -34,6 +39,7 @@ class FileBytes:
     """Bytes [start, stop) of a file; stop None is the file's end. Use as a context, or close it.
 
     Reads with pread: no position is shared, so threads may read at once. Errors of the system become CkptErrors.
+    Where path is a placeholder, the bytes are those of the file it stands for.
     """
 
     def __init__(
@@ -46,6 +52,10 @@ class FileBytes:
         self.path = name or os.fspath(path)
         self._start = start
         self._fd = -1
+        self._far = places.at(path)
+        if self._far is not None:
+            self.nbytes = self._inside(start, self._far.nbytes if stop is None else stop, self._far.nbytes)
+            return
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             status = os.fstat(self._fd)
@@ -58,17 +68,19 @@ class FileBytes:
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise Unrecognised("this is no regular file", where=self.path, fix="give the file itself")
-        stop = status.st_size if stop is None else stop
-        if not 0 <= start <= stop <= status.st_size:
+        self.nbytes = self._inside(start, status.st_size if stop is None else stop, status.st_size)
+
+    def _inside(self, start: int, stop: int, size: int) -> int:
+        if not 0 <= start <= stop <= size:
             self.close()
             raise Damaged(
                 "a range of the file lies outside it",
                 where=self.path,
-                why=f"bytes {start} to {stop} are asked for, the file has {status.st_size}",
+                why=f"bytes {start} to {stop} are asked for, the file has {size}",
                 fix="copy the file again",
                 code="data-truncated",
             )
-        self.nbytes = stop - start
+        return stop - start
 
     def read(self, start: int, n: int) -> bytes:
         """Exactly n bytes from start (counted from this source's own start). Damaged where there are fewer."""
@@ -80,6 +92,8 @@ class FileBytes:
                 fix="copy the file again",
                 code="data-truncated",
             )
+        if self._far is not None:
+            return self._far.read(self._start + start, n)
         try:
             data = os.pread(self._fd, min(n, _AT_ONCE), self._start + start)
             if len(data) == n:
@@ -107,6 +121,9 @@ class FileBytes:
         """Fills buffer with the bytes from start on: for who reads much and keeps nothing. Damaged as read()."""
         if start < 0 or start + len(buffer) > self.nbytes:
             self.read(start, len(buffer))  # says what is wrong
+        if self._far is not None:
+            buffer[:] = self._far.read(self._start + start, len(buffer))
+            return
         got = 0
         try:
             while got < len(buffer):
@@ -119,6 +136,11 @@ class FileBytes:
             raise CkptError(
                 "the file cannot be read", where=self.path, why=err.strerror or str(err), code="read-failed"
             ) from err
+
+    def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Bytes [start, stop) that will be read soon: they come together where each read would be a request."""
+        if self._far is not None:
+            self._far.expect([(self._start + a, self._start + b) for a, b in ranges])
 
     def close(self) -> None:
         """Closes the file; twice does no harm."""
@@ -136,6 +158,12 @@ class FileBytes:
 
     def __del__(self) -> None:
         self.close()
+
+
+def read_whole(path: str | os.PathLike[str], limit: int = _SMALL) -> bytes:
+    """All bytes of a small file, or its first limit bytes. Unrecognised where it cannot be opened."""
+    with FileBytes(path) as source:
+        return source.read(0, min(limit, source.nbytes))
 
 
 class HeldBytes:

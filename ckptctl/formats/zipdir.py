@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptctl.core.errors import Damaged, Unsupported
+from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.zipformat import (
     CENTRAL,
     CENTRAL_HEADER,
@@ -33,7 +34,7 @@ from ckptctl.formats.zipformat import (
     zip64_field,
 )
 from ckptctl.formats.zipfront import first_records
-from ckptctl.formats.ziplocal import check_locals
+from ckptctl.formats.ziplocal import check_locals, near_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -90,6 +91,8 @@ def read_zip(reader: ByteSource) -> ZipDirectory:
     """
     count, size, at = _find_directory(reader)
     entries = _central(reader, reader.read(at, size), count, at)
+    if isinstance(reader, FileBytes):
+        reader.expect(near_headers(entries, at))
     starts = check_locals(reader, entries, at)
     records: dict[str, ZipRecord] = {}
     for e, start in zip(entries, starts, strict=True):

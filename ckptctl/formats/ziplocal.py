@@ -42,6 +42,12 @@ class _Window:
         return self.data[start - self.at : start - self.at + n]
 
 
+def near_headers(entries: list[Entry], limit: int) -> list[tuple[int, int]]:
+    """Bytes [start, stop) that check_locals reads: each header, and what is close to it on either side."""
+    rest = LOCAL_HEADER.size + 2 * _NEAR
+    return [(max(0, e.offset - _NEAR), min(limit, e.offset + len(e.name) + rest)) for e in entries]
+
+
 def check_locals(reader: ByteSource, entries: list[Entry], limit: int) -> list[int]:
     """The first payload byte of each entry, once local headers and descriptors agree with it. limit is the directory.
 

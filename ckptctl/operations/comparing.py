@@ -20,6 +20,7 @@ from ckptctl.names import head_and_embedding, is_tied
 from ckptctl.operations.comparing_state import compare_optimizers, compare_values
 from ckptctl.operations.conversion import WEIGHT_CHOICES
 from ckptctl.operations.differences import Found
+from ckptctl.operations.elsewhere import reads_hub
 from ckptctl.operations.measuring import stats_of
 from ckptctl.operations.namesakes import renamed
 from ckptctl.operations.naming import under_one_naming
@@ -66,6 +67,7 @@ class State(NamedTuple):
     total_nbytes: int
 
 
+@reads_hub(2)
 def diff(
     a: Path | str,
     b: Path | str,

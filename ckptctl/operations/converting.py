@@ -10,10 +10,11 @@ from ckptctl.core.sizes import parse_size
 from ckptctl.formats.target import Choices
 from ckptctl.operations.content import content_of
 from ckptctl.operations.conversion import check_flags
+from ckptctl.operations.elsewhere import reads_hub
 from ckptctl.operations.likeness import with_like
 from ckptctl.operations.merging import merged
 from ckptctl.operations.naming import for_target, named_for
-from ckptctl.operations.opening import fingerprint, given_order, open_movable
+from ckptctl.operations.opening import fingerprint, given_order, open_movable, pinned
 from ckptctl.operations.planning import planned_job
 from ckptctl.operations.running import Running, budget_of, require_apart, run_planned, source_document
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ckptctl.operations.running import Document, OnProgress
 
 
+@reads_hub()
 def convert(
     src: Path | str,
     dst: Path | str,
@@ -73,7 +75,8 @@ def convert(
     )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")
-    planned = planned_job(content, lines, wanted.to, choices, Path(dst), budget, fingerprint(repr(wanted), reading))
+    mark = {**fingerprint(repr(wanted), reading), **pinned(source.root)}
+    planned = planned_job(content, lines, wanted.to, choices, Path(dst), budget, mark)
     document: Document = {
         "schema": "ckptctl.convert/1",
         "source": source_document(source, evidence.why),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state, part_of
 from ckptctl.core.values import Array, Record, Tree
 from ckptctl.formats.hf.adapter import described as described_adapter
+from ckptctl.operations.elsewhere import reads_hub
 from ckptctl.operations.opening import Reading, open_checkpoint, placeholders, require_tensors
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ Document = dict[str, Any]
 AXES = ("tp", "pp", "vpp", "ep", "dp", "zero_stage", "world_size")
 
 
+@reads_hub()
 def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool = False) -> Document:
     """What a checkpoint holds (schema ckptctl.inspect/1). Reads headers only.
 
@@ -59,6 +61,7 @@ def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool =
     return document
 
 
+@reads_hub()
 def ls(
     path: Path | str, pattern: str = "*", reading: Reading | None = None, *, kinds: tuple[str, ...] = ()
 ) -> Document:

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ckptctl import formats
 from ckptctl.core.checkpoint import OTHER, WEIGHTS, Checkpoint, Facts
 from ckptctl.core.errors import Damaged, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported, Usage
+from ckptctl.formats.bytesource import read_whole
 from ckptctl.names import quantized_by_names
 from ckptctl.names.keymap import KeyMap, key_map, recipes_of
+from ckptctl.operations.elsewhere import refuse_address
+from ckptctl.remote import places
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -39,6 +42,7 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     Raises Unrecognised, Unsupported, Damaged, MissingFile; Usage for a format that does not exist.
     """
     reading = reading or Reading()
+    refuse_address(path)
     path = Path(path)
     given = given_config(reading.model_config)
     if reading.format is not None:
@@ -74,10 +78,17 @@ def fingerprint(wanted: str, reading: Reading | None) -> dict[str, str]:
     return {"conversion": wanted, "reading": repr(reading or Reading())}
 
 
+def pinned(root: str) -> dict[str, str]:
+    """Which revision of a repository is read, for the same; nothing for a source on this machine."""
+    address = places.address_of(root)
+    return {"repository": address} if address else {}
+
+
 def given_config(path: Path | str | None) -> Facts:
     """--model-config as facts: a config.json, or a folder that has one."""
     if path is None:
         return Facts()
+    refuse_address(path, "--model-config")
     file = Path(path)
     if file.is_dir():
         file = next(
@@ -99,7 +110,7 @@ def read_config(file: Path, origin: str) -> Facts:
             where=origin,
             code="config-too-large",
         )
-    text = file.read_bytes()
+    text = read_whole(file, _CONFIG_LIMIT)
     try:
         config: Any = json.loads(text)
     except (ValueError, RecursionError) as err:

@@ -17,13 +17,16 @@ from ckptctl.core.errors import CkptError, MissingFact, Unrecognised, Unsupporte
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import InOnePlace
 from ckptctl.core.values import Global
+from ckptctl.formats.bytesource import read_whole
 from ckptctl.operations.checks.files import check_files, grave_global
 from ckptctl.operations.checks.folder import check_folder
 from ckptctl.operations.checks.found import Found, Level
 from ckptctl.operations.checks.model import check_model
 from ckptctl.operations.checks.state import Resumable, check_state, resumable
+from ckptctl.operations.elsewhere import reads_hub
 from ckptctl.operations.naming import as_hub, is_mixed, naming_of
 from ckptctl.operations.opening import TRACKERS, Reading, given_config, is_one_checkpoint, open_checkpoint, steps_of
+from ckptctl.remote import places
 from ckptctl.rules import SEVERITIES, Finding, finding, known_words
 
 if TYPE_CHECKING:
@@ -68,6 +71,7 @@ class _Checked:
     error: CkptError | None = None
 
 
+@reads_hub()
 def validate(
     paths: Sequence[Path | str],
     what: Validation | None = None,
@@ -84,6 +88,7 @@ def validate(
     """
     what = what or Validation()
     _require(what)
+    _require_level(paths, what)
     if reading is not None:
         given_config(reading.model_config)  # one that is not there is the user's mistake, not the checkpoint's
     known = _baseline(what.baseline)
@@ -137,6 +142,18 @@ def _require(what: Validation) -> None:
     for word in (*what.select, *what.ignore):
         if word not in words and not (word.startswith("CK") and any(w.startswith(word) for w in words)):
             raise Usage(f"there is no rule {word!r}", fix="give a code (CK101), its beginning (CK1), or a kind")
+
+
+def _require_level(paths: Sequence[Path | str], what: Validation) -> None:
+    """Usage where every byte of a repository on the Hub would be read."""
+    for path in paths:
+        address = places.address_of(path)
+        if address and (what.level == "values" or what.checksums):
+            asked = "--level values" if what.level == "values" else "--checksums"
+            raise Usage(
+                f"{asked}: {address} is on the Hub, and would be read whole",
+                fix="give --level structure or header; or download it (`hf download`) and give its folder",
+            )
 
 
 def _matches(found: Finding, words: Sequence[str]) -> bool:
@@ -194,7 +211,7 @@ def _trackers(path: Path, name: str) -> list[Finding]:
         file = path / tracker
         if not file.is_file() or file.stat().st_size > 4096:
             continue
-        said = file.read_text(encoding="utf-8", errors="replace").strip()
+        said = read_whole(file, 4096).decode("utf-8", "replace").strip()
         number = f"iter_{int(said):07d}" if said.isascii() and said.isdigit() and len(said) < 12 else said
         if said and said != "release" and "/" not in said and not (path / number).exists():
             what, why = f"{tracker} names {said[:80]}, which is not there", f"there is no {number[:80]}"

@@ -52,7 +52,7 @@ def ckptctl(*words: str | Path, **env: str) -> Done:
     done = Done(code, out.getvalue(), err.getvalue())
     assert "Traceback" not in done.err, done.err
     assert "internal error" not in done.err, done.err
-    assert code in (0, 1, 2, 3, 5), done
+    assert code in (0, 1, 2, 3, 4, 5), done
     if code not in (0, 1):
         assert done.err.strip(), f"exit {code} without a word: {words}"
     return done

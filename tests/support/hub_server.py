@@ -75,6 +75,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one request. `names` are the unquoted segments of the path, `query` its parameters."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits for the client's delayed ACK, 40 ms
     server: _Listener
 
     def log_message(self, *args: object) -> None:

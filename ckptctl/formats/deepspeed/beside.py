@@ -7,6 +7,8 @@ import re
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import File
+from ckptctl.core.errors import Unrecognised
+from ckptctl.formats.bytesource import read_whole
 
 if TYPE_CHECKING:
     from ckptctl.core.values import Tree
@@ -35,9 +37,9 @@ def read_beside(build: Build) -> None:
     size = (root / "trainer_state.json").stat().st_size
     build.pile.files["trainer_state.json"] = File("trainer_state.json", size, "extra")
     try:
-        text = (root / "trainer_state.json").read_text("utf-8") if size <= _JSON_LIMIT else ""
+        text = read_whole(root / "trainer_state.json").decode("utf-8") if size <= _JSON_LIMIT else ""
         state = json.loads(text)
-    except (OSError, ValueError, RecursionError):
+    except (Unrecognised, ValueError, RecursionError):
         build.warnings.append("trainer_state.json cannot be read")
         return
     if isinstance(state, dict):

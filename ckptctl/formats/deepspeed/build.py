@@ -9,6 +9,7 @@ from ckptctl.core.checkpoint import MASTER, Checkpoint, Facts, File, Group, Opti
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import Damaged
 from ckptctl.core.tensor import Key, Tensor
+from ckptctl.formats.bytesource import read_whole
 from ckptctl.formats.deepspeed import teams
 from ckptctl.formats.deepspeed.opened import plain_object
 from ckptctl.formats.hf.files import scan_folder
@@ -139,7 +140,7 @@ class Build:
         if facts.config is None and (self.files.root / "config.json").is_file():
             folder = scan_folder(self.files.root)
             if folder.config is not None:
-                facts = Facts(folder.config, (self.files.root / "config.json").read_bytes(), "config.json")
+                facts = Facts(folder.config, read_whole(self.files.root / "config.json"), "config.json")
                 extras = folder.carried
         listed = [*self.pile.files.values()]
         listed += [File(n, (self.files.root / n).stat().st_size, "extra") for n in extras if n != "config.json"]

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.errors import Damaged, MissingFile, Unsafe
+from ckptctl.core.errors import Damaged, MissingFile, Unrecognised, Unsafe
+from ckptctl.formats.bytesource import read_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,8 +89,8 @@ def _tracked(file: Path) -> str | None:
     try:
         if not file.is_file() or file.stat().st_size > _TRACKER_LIMIT:
             return None
-        text = file.read_text("utf-8").strip()
-    except (OSError, ValueError):
+        text = read_whole(file, _TRACKER_LIMIT).decode("utf-8").strip()
+    except (OSError, Unrecognised, ValueError):
         return None
     if not text or any(c in text for c in "\n\r\0"):
         return None

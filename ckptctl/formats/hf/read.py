@@ -15,7 +15,7 @@ from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 from ckptctl.core.tensor import InOnePlace, Key, Source, Tensor
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
-from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.bytesource import FileBytes, read_whole
 from ckptctl.formats.hf.adapter import adapted, rank_problems
 from ckptctl.formats.hf.config import CONFIG, quantization, read_config
 from ckptctl.formats.hf.files import ADAPTER_CONFIG, HfFolder, WeightSet, compare_sources, scan_folder
@@ -194,7 +194,7 @@ def _shards(path: Path, folder: HfFolder, hints: Hints) -> Checkpoint:
     """The checkpoint of a folder that holds slices only."""
     facts = hints.facts
     if facts.config is None and folder.config is not None:
-        facts = Facts(folder.config, (path / CONFIG).read_bytes(), CONFIG)
+        facts = Facts(folder.config, read_whole(path / CONFIG), CONFIG)
     config = folder.config if folder.config is not None else facts.config
     found = read_shards(path, folder.dcp_shards, config)
     out = _Reading(path, found.tensors, sources=found.sources, files=found.files, metadata=found.metadata)
@@ -209,7 +209,7 @@ def _checkpoint(out: _Reading, path: Path, variant: str, folder: HfFolder | None
     facts, method = Facts(), ""
     config = folder.config if folder is not None else None
     if folder is not None and config is not None:
-        facts = Facts(config, (path / CONFIG).read_bytes(), CONFIG)
+        facts = Facts(config, read_whole(path / CONFIG), CONFIG)
         packed_by = quantization(config)
         method = packed_by.method or "unknown method" if packed_by else ""
     return Checkpoint(

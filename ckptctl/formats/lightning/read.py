@@ -15,7 +15,7 @@ from ckptctl.core.checkpoint import Checkpoint, File, UnsafeGlobal
 from ckptctl.core.errors import Damaged
 from ckptctl.core.tensor import Source
 from ckptctl.formats import Evidence, Hints
-from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.bytesource import FileBytes, read_whole
 from ckptctl.formats.dcp import read as dcp
 from ckptctl.formats.dcp.metadata import NAME
 from ckptctl.formats.modules import one_module
@@ -44,8 +44,9 @@ def detect(path: Path) -> Evidence | None:
         return Evidence("lightning", f"it holds {NAME} and {META}", path) if whole else None
     if not path.is_file():
         return None
-    with path.open("rb") as stream:
-        head = stream.read(_HEAD_NBYTES)
+    head = read_whole(path, 4)
+    if head.startswith(torch.PICKLE_STARTS):
+        head = read_whole(path, _HEAD_NBYTES)
     if head.startswith(torch.PICKLE_STARTS) and VERSION.encode() in head:
         return Evidence("lightning", f"it has {VERSION}", path)
     return None

@@ -14,6 +14,7 @@ from ckptctl.core.errors import Damaged, MissingFile, Unrecognised
 from ckptctl.core.remake import Native, remade, to_hub
 from ckptctl.core.tensor import Key, Part, Tensor
 from ckptctl.formats import Evidence, Hints
+from ckptctl.formats.bytesource import read_whole
 from ckptctl.formats.megatron import classic, dist, heads, model
 from ckptctl.formats.megatron.found import optimizer_of
 from ckptctl.formats.megatron.ranks import model_file, rank_folders
@@ -64,8 +65,7 @@ def tracked(path: Path) -> Path:
 
     Source: Megatron-LM core_v0.16.1, megatron/training/checkpointing.py, read_metadata, get_checkpoint_name.
     """
-    with (path / TRACKER).open("rb") as stream:
-        text = stream.read(64).decode("utf-8", "replace").strip()
+    text = read_whole(path / TRACKER, 64).decode("utf-8", "replace").strip()
     if text != "release" and not re.fullmatch(r"\d{1,12}", text):
         raise Damaged(
             f"{TRACKER} holds no iteration", where=str(path), why=f"it says {text[:40]!r}", code="tracker-damaged"

@@ -13,6 +13,7 @@ from ckptctl.core.errors import CkptError, Damaged, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Array, Tree
 from ckptctl.formats import Evidence, Hints
+from ckptctl.formats.bytesource import read_whole
 from ckptctl.formats.datafiles import DataFiles
 from ckptctl.formats.hf.config import CONFIG, read_config
 from ckptctl.formats.hf.files import scan_folder
@@ -226,13 +227,13 @@ class _Set(Joined):
         if not (folder / CONFIG).is_file():
             own = self.path / CONFIG
             config = read_config(own, CONFIG) if own.is_file() else None
-            return (Facts(config, own.read_bytes(), CONFIG), ()) if config is not None else (Facts(), ())
+            return (Facts(config, read_whole(own), CONFIG), ()) if config is not None else (Facts(), ())
         config = read_config(folder / CONFIG, f"{CONFIGS}/{CONFIG}")
         found = scan_folder(folder)
         if found.chosen is not None:
             self.warnings.append(f"{CONFIGS}/ holds weights of its own ({found.chosen.files[0]}), which are not read")
         extras = [File(f"{CONFIGS}/{n}", (folder / n).stat().st_size, "extra") for n in found.carried]
-        text = (folder / CONFIG).read_bytes()
+        text = read_whole(folder / CONFIG)
         config_file = File(f"{CONFIGS}/{CONFIG}", len(text), "config")
         return Facts(config, text, f"{CONFIGS}/{CONFIG}"), (config_file, *extras)
 

@@ -15,7 +15,7 @@ from ckptctl.core.errors import Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Record, TensorRef, Tree
 from ckptctl.formats import Evidence, Hints
-from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.bytesource import FileBytes, read_whole
 from ckptctl.formats.parameters import named_states
 from ckptctl.formats.ranks import read as ranks
 from ckptctl.formats.state import Found, config_in, counted, find
@@ -36,8 +36,7 @@ def detect(path: Path) -> Evidence | None:
         return ranks.detect(path)
     if not path.is_file():
         return None
-    with path.open("rb") as stream:
-        head = stream.read(4)
+    head = read_whole(path, 4)
     if head.startswith(PICKLE_STARTS):
         return Evidence("torch", f"the file begins with {head[:4]!r}", path)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".tar"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.checksum import combine, crc32
 from ckptctl.core.errors import CkptError
-from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.bytesource import FileBytes, read_whole
 from ckptctl.formats.torchfile.read import open_torch
 from ckptctl.formats.zipdir import read_zip
 from ckptctl.operations.checks.files import files_below, tensors_in
@@ -95,7 +95,7 @@ def check_sums(found: Found) -> None:
                 wanted |= {n: (digest, name) for n, digest in _listed(path, name)}
         noted = found.root / _DOWNLOADS / f"{name}.metadata"
         if noted.is_file():
-            lines = noted.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = read_whole(noted).decode("utf-8", "replace").splitlines()
             if len(lines) > 1 and _SHA256.fullmatch(lines[1].strip()):
                 wanted[name] = (lines[1].strip(), "what the Hub said when it was downloaded")
     for name, (digest, origin) in wanted.items():
@@ -110,7 +110,7 @@ def check_sums(found: Found) -> None:
 
 def _listed(path: Path, name: str) -> Iterator[tuple[str, str]]:
     folder = name.rpartition("/")[0]
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_whole(path).decode("utf-8", "replace").splitlines():
         if match := _LINE.fullmatch(line):
             file = match[2].removeprefix("./")
             if not file.startswith("/") and ".." not in file.split("/"):
