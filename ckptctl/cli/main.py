@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl import __version__
-from ckptctl.cli import convert, diff, inspect, ls, reshard, show, strip, validate, verify
+from ckptctl.cli import convert, diff, inspect, ls, push, reshard, show, strip, validate, verify
 from ckptctl.core.errors import CkptError
 from ckptctl.report import text
 
@@ -44,7 +44,7 @@ def options(
 
 _COMMANDS = {
     module.__name__.rpartition(".")[2]: module
-    for module in (inspect, ls, show, convert, reshard, diff, strip, validate, verify)
+    for module in (inspect, ls, show, convert, reshard, diff, strip, validate, push, verify)
 }
 for module in _COMMANDS.values():
     module.add(app)

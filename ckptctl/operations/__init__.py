@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckptctl.operations.converting import convert
     from ckptctl.operations.inspecting import inspect, ls
     from ckptctl.operations.opening import Reading, open_checkpoint
+    from ckptctl.operations.pushing import Push, push
     from ckptctl.operations.resharding import reshard
     from ckptctl.operations.running import Running
     from ckptctl.operations.showing import show
@@ -29,6 +30,8 @@ _HOME = {
     "Conversion": "conversion",
     "Running": "running",
     "convert": "converting",
+    "Push": "pushing",
+    "push": "pushing",
     "reshard": "resharding",
     "inspect": "inspecting",
     "ls": "inspecting",
@@ -50,6 +53,7 @@ __all__ = [
     "Batches",
     "Comparison",
     "Conversion",
+    "Push",
     "Reading",
     "Running",
     "Validation",
@@ -60,6 +64,7 @@ __all__ = [
     "ls",
     "open_checkpoint",
     "parse_rates",
+    "push",
     "reshard",
     "show",
     "strip",

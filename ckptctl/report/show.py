@@ -17,6 +17,7 @@ RENDERERS = {
     "ckptctl.diff": text.diff,
     "ckptctl.strip": text.strip,
     "ckptctl.verify": verify,
+    "ckptctl.push": text.push,
 }
 
 

@@ -278,6 +278,32 @@ def strip(d: Document, verbose: bool = False) -> None:
     )
 
 
+def push(d: Document, verbose: bool = False) -> None:
+    """The text of `push`: what became of each part, what was sent, and where it is."""
+    rows = [(line["part"], line["fate"], line["detail"]) for line in d["fidelity"]]
+    if rows:
+        _table((("part", "left"), ("fate", "left"), ("detail", "left")), rows)
+        sys.stdout.write("\n")
+    for w in d["warnings"]:
+        sys.stderr.write(f"warning: {_clean(w)}\n")
+    if d["files"] and (d["dry_run"] or verbose):
+        files = [(f["path"], nbytes(f["bytes"]), f["state"]) for f in d["files"]]
+        _table((("file", "left"), ("size", "right"), ("state", "left")), files)
+        sys.stdout.write("\n")
+    for path in d["deleted"]:
+        sys.stdout.write(f"{'would delete' if d['dry_run'] else 'deleted'} on the Hub: {_clean(path)}\n")
+    sent, there = d["sent"], d["there"]
+    count = "" if sent["files"] is None else f" in {sent['files']} files"
+    beside = f"; {nbytes(there['bytes'])} in {there['files']} files is there" if there["files"] else ""
+    if d["dry_run"]:
+        sys.stdout.write(f"would send {nbytes(sent['bytes'])}{count}{beside}\nnothing was sent (--dry-run)\n")
+        return
+    sys.stdout.write(f"sent {nbytes(sent['bytes'])}{count}{beside}\n")
+    pull = d["pull_request"]
+    where = pull["url"] if pull else f"{d['target']['url']} ({d['target']['revision']}, commit {d['commit'][:12]})"
+    sys.stdout.write(f"{d['verified']['files']} files compared with the Hub's by size and hash: equal\n{where}\n")
+
+
 def _source_bytes(spent: Document) -> str:
     dropped = ", ".join(f"{nbytes(n)} {kind}" for kind, n in spent["dropped"].items()) or "nothing"
     gaps = f"{nbytes(spent['gaps'])} {spent['gap_reason']}"

@@ -1,0 +1,301 @@
+"""push --as-is: checkpoints in their own format, a run's folder step by step, the oldest first.
+
+The run's pointer to its newest step goes last, when that step is there; with --keep-last older steps go with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptctl import formats
+from ckptctl.core.errors import CkptError, Unrecognised, Unsafe, Usage
+from ckptctl.operations.inspecting import inspect
+from ckptctl.operations.opening import STEP_FOLDERS, TRACKERS, Reading, steps_of
+from ckptctl.operations.publishing import Local, Publication, change, hashed
+from ckptctl.operations.pushing import (
+    Parcel,
+    checked_document,
+    chosen,
+    command,
+    finished,
+    ready,
+    told,
+    with_card,
+)
+from ckptctl.remote.repository import MAIN
+from ckptctl.remote.repository import Tree as HubTree
+from ckptctl.report import card
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ckptctl.operations.pushing import Push
+    from ckptctl.operations.running import Running
+    from ckptctl.remote.repository import Repository, Tree
+
+Document = dict[str, Any]
+_LIGHTNING = re.compile(r"(?:.*[-_=])?step[=_-]?(\d{1,12})(?:-v\d+)?\.ckpt", re.ASCII)
+"""Source: lightning 2.6, callbacks/model_checkpoint.py, format_checkpoint_name: `epoch=0-step=100.ckpt`."""
+_LEFT_OUT = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".DS_Store"})
+_TRACKER_LIMIT = 4096
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run's folder: its steps by number, a folder or a file each, and what is to be said of those left out."""
+
+    root: Path
+    steps: dict[int, Path]
+    trackers: dict[str, int | None]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def named(self) -> set[int]:
+        """The steps that its trackers name."""
+        return {n for n in self.trackers.values() if n is not None}
+
+
+def push_steps(
+    src: Path,
+    wanted: Push,
+    reading: Reading,
+    running: Running,
+    repository: Repository,
+    *,
+    progress: Callable[[Any], None] | None = None,
+) -> Document:
+    """Push a run's folder, or one checkpoint, in its own format. Returns the document of push()."""
+    if not src.exists():
+        raise Unrecognised(f"nothing is at {src}", fix="check the path")
+    run = _run(src)
+    if not run.steps:
+        if wanted.keep_last is not None:
+            raise Usage("--keep-last is for a run's folder", why=f"{src} is one checkpoint")
+        return _push_one(src, wanted, reading, running, repository, progress)
+    tree = repository.tree(wanted.revision) or (repository.tree(MAIN) if wanted.revision != MAIN else None)
+    on_hub = _numbers(tree.files if tree is not None else ())
+    local = _pushable(run, reading.step)
+    newest = sorted({*local, *on_hub})
+    kept = set(newest if wanted.keep_last is None else newest[-wanted.keep_last :])
+    kept |= run.named if reading.step is None else set()
+    kept |= _named_on_hub(repository, tree, run)
+    going = sorted(n for n in local if n in kept)
+    if not going:
+        raise Usage("no step is left to push", why=f"newer ones are on the Hub: {', '.join(map(str, sorted(kept)))}")
+    alone = Reading(reading.model_config, reading.format, None, reading.param_order, reading.module, reading.key_map)
+    checked = [checked_document(wanted, local[n], alone, running, progress) for n in going]
+    about = inspect(local[going[-1]], alone)
+    held = sorted(n for n in {*going, *on_hub} if n in kept)
+    parcels = [(n, [_local(f, run.root) for f in _files(local[n])]) for n in going]
+    trackers = [_local(run.root / name, run.root) for name, n in run.trackers.items() if n in going or n in on_hub]
+    last = Parcel(trackers, {}, _pruning(kept) if wanted.keep_last is not None else None)
+    last.facts = _facts(about, src, wanted, reading, held)
+    document: Document = {
+        "schema": "ckptctl.push/1",
+        "source": {
+            "path": str(src),
+            **{k: about[k] for k in ("format", "variant", "recognised")},
+            "step": going[-1],
+        },
+        "converted": False,
+        "check": _all_checked(checked),
+        "fidelity": [],
+        "steps": [{"step": n, "path": local[n].name} for n in going],
+        "warnings": [*about["warnings"], *run.notes],
+    }
+    ends = [*trackers, *with_card(last, repository, tree)]
+    picked = {f.path for f in chosen([*(f for _, files in parcels for f in files), *ends], wanted)}
+    threads = running.jobs or 4
+    if running.dry_run:
+        made = hashed([f for _, files in [*parcels, (0, ends)] for f in files if f.path in picked], threads)
+        planned = change(tree or HubTree("", {}), made, last.stale)
+        return told(document, repository, wanted, planned.sent, planned.there, planned.deleted, dry_run=True)
+    ready(repository, wanted)
+    message = wanted.message or f"Upload {src.resolve().name}"
+    publication = Publication(
+        repository, wanted.revision, message, as_pull=wanted.create_pr, threads=running.jobs, progress=progress
+    )
+    for number, files in parcels:
+        step = hashed([f for f in files if f.path in picked], threads)
+        publication.put(step, message=f"{message}: step {number}")
+    publication.put(
+        hashed([f for f in ends if f.path in picked], threads), last.stale, message=f"{message}: {_what(held)}"
+    )
+    return finished(publication.finish(), document, repository, wanted)
+
+
+def _push_one(
+    src: Path,
+    wanted: Push,
+    reading: Reading,
+    running: Running,
+    repository: Repository,
+    progress: Callable[[Any], None] | None,
+) -> Document:
+    """One checkpoint, at the top of the repository."""
+    from ckptctl.operations.pushing import deliver
+
+    about = inspect(src, reading)
+    checked = checked_document(wanted, src, reading, running, progress)
+    base = src if src.is_dir() else src.parent
+    files = [_local(f, base) for f in _files(src)]
+    facts = _facts(about, src, wanted, reading, [about["step"]] if about["step"] is not None else [])
+    document: Document = {
+        "schema": "ckptctl.push/1",
+        "source": {"path": str(src), **{k: about[k] for k in ("format", "variant", "recognised", "step")}},
+        "converted": False,
+        "check": checked,
+        "fidelity": [],
+        "warnings": list(about["warnings"]),
+    }
+    return deliver(Parcel(files, {}, None, facts), document, repository, wanted, running, progress)
+
+
+# ---- what lies here -------------------------------------------------------------------------------------------------
+
+
+def _run(src: Path) -> _Run:
+    if not src.is_dir():
+        return _Run(src, {}, {})
+    steps = steps_of(src) or {n: p for p in src.iterdir() if p.is_file() and (n := step_number(p.name)) is not None}
+    return _Run(src, steps, {name: _tracked(src / name) for name in TRACKERS if (src / name).is_file()})
+
+
+def step_number(name: str) -> int | None:
+    """The step that a folder's or a Lightning file's name tells, None where it tells none."""
+    found = _LIGHTNING.fullmatch(name)
+    prefix = next((s for s in STEP_FOLDERS if name.startswith(s)), None)
+    digits = found[1] if found else name[len(prefix) :] if prefix else name
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 12 else None
+
+
+def _tracked(file: Path) -> int | None:
+    if file.stat().st_size > _TRACKER_LIMIT:
+        return None
+    return step_number(file.read_text(encoding="utf-8", errors="replace").strip())
+
+
+def _pushable(run: _Run, step: str | None) -> dict[int, Path]:
+    """The steps that are whole: a run that is still saving one has not named it yet, or lacks its last file."""
+    if step not in (None, "latest"):
+        if not str(step).isdigit() or int(str(step)) not in run.steps:
+            listed = ", ".join(map(str, sorted(run.steps)))
+            raise Unrecognised(
+                f"step {step} is not in {run.root}", why=f"steps there: {listed}", fix="give one of them"
+            )
+        return {int(str(step)): run.steps[int(str(step))]}
+    for name, number in run.trackers.items():
+        if number is not None and number not in run.steps:
+            raise CkptError(
+                f"{name} names step {number}, which is not there",
+                where=str(run.root / name),
+                fix="copy the step, or correct the file",
+                code="tracker-names-missing-step",
+            )
+    out = {}
+    for number, path in run.steps.items():
+        if run.named and number > max(run.named):
+            run.notes.append(f"step {number} is left out: the run has not said yet that it is whole")
+        elif not _is_whole(path):
+            run.notes.append(f"step {number} is left out: it is not complete")
+        else:
+            out[number] = path
+    if not out:
+        raise Unrecognised(f"no step in {run.root} is complete", why="; ".join(run.notes), fix="wait for the run")
+    return {max(out): out[max(out)]} if step == "latest" else out
+
+
+def _is_whole(path: Path) -> bool:
+    evidence = formats.detect(path)
+    complete = getattr(formats.reader(evidence.format), "is_complete", None)
+    return complete is None or bool(complete(evidence.path))
+
+
+def _files(path: Path) -> list[Path]:
+    """Every file of a checkpoint. Unsafe for a link that leaves its folder's parent: what it leads to was not meant."""
+    if path.is_file():
+        return [path]
+    out = []
+    home = path.resolve().parent
+    for folder, names, files in os.walk(path):
+        names[:] = sorted(n for n in names if n not in _LEFT_OUT)
+        for name in sorted(files):
+            file = Path(folder, name)
+            if name in _LEFT_OUT or not file.is_file():
+                continue
+            if file.is_symlink() and home not in file.resolve().parents:
+                raise Unsafe(
+                    f"{file.relative_to(path)} is a link that leaves the checkpoint",
+                    where=str(file),
+                    why=f"it leads to {file.resolve()}",
+                    fix="put the file itself there, or remove the link",
+                    code="link-escapes",
+                )
+            out.append(file)
+    return out
+
+
+def _local(file: Path, base: Path) -> Local:
+    return Local(file.relative_to(base).as_posix(), file)
+
+
+# ---- what lies on the Hub -------------------------------------------------------------------------------------------
+
+
+def _numbers(paths: Iterable[str]) -> set[int]:
+    """The steps in a repository, by the first part of its paths."""
+    tops = {p.partition("/")[0] for p in paths if "/" in p or _LIGHTNING.fullmatch(p)}
+    return {n for n in map(step_number, tops) if n is not None}
+
+
+def _named_on_hub(repository: Repository, tree: Tree | None, run: _Run) -> set[int]:
+    """The steps that trackers of the repository name and that none of the run's takes the place of."""
+    out = set()
+    for name in TRACKERS:
+        held = tree.files.get(name) if tree is not None and name not in run.trackers else None
+        if tree is not None and held is not None and held.nbytes <= _TRACKER_LIMIT:
+            out.add(step_number(repository.text(name, tree.commit).decode(errors="replace").strip()))
+    return {n for n in out if n is not None}
+
+
+def _pruning(kept: set[int]) -> Callable[[HubTree], list[str]]:
+    """What --keep-last takes away: folders and files of steps that are not kept."""
+
+    def stale(tree: HubTree) -> list[str]:
+        out = set()
+        for path in tree.files:
+            top, slash, _ = path.partition("/")
+            number = step_number(top) if slash or _LIGHTNING.fullmatch(path) else None
+            if number is not None and number not in kept:
+                out.add(top + slash)
+        return sorted(out)
+
+    return stale
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def _facts(about: Document, src: Path, wanted: Push, reading: Reading, steps: list[int]) -> card.Facts:
+    rows = [*card.rows(about), *card.source_rows(about)]
+    rows = [("steps", ", ".join(map(str, steps))) if name == "step" and steps else (name, v) for name, v in rows]
+    heading = "Training checkpoint" if len(steps) < 2 else "Training checkpoints"
+    fields: dict[str, Any] = {"tags": ["checkpoint", about["format"]]}
+    title = wanted.repo.partition("/")[2] or wanted.repo
+    return card.Facts(title, fields, rows, [], command(src, wanted, reading), heading)
+
+
+def _what(steps: list[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+
+
+def _all_checked(checked: list[Document | None]) -> Document | None:
+    done = [c for c in checked if c is not None]
+    if not done:
+        return None
+    counts = {k: sum(c["counts"][k] for c in done) for k in done[0]["counts"]}
+    return {"level": done[0]["level"], "ok": True, "counts": counts}
