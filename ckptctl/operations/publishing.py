@@ -221,19 +221,23 @@ class Publication:
         while not left.is_empty:
             batch = _batch(left.sent)
             deleted = left.deleted if len(batch) == len(left.sent) else []
-            before, failed = len(left.sent) + len(left.deleted), None
+            before, is_done = len(left.sent) + len(left.deleted), False
             try:
                 uploads = [_upload(f) for f in batch]
                 self.repository.commit(uploads, deleted, message, _DESCRIPTION, self._ref, left.tree.commit)
+                is_done = True
             except Exception as err:
-                failed, tries = err, tries + 1
+                tries += 1
                 wait_or_raise("the commit is made", self.repository.name, err, tries)
             left = change(self._tree(self._ref), files, stale)
+            if is_done:
+                self._require_held(batch, left.tree)
             if len(left.sent) + len(left.deleted) < before:
                 self.done.commits += 1
                 tries = 0
-            elif failed is None:
-                raise self._differs(left.sent, left.tree)
+            elif is_done:
+                what = f"the Hub did not delete {left.deleted[0]}"
+                raise CkptError(what, where=self.repository.name, fix="delete it by hand", code="hub-differs")
         return planned
 
     def _send(self, files: Sequence[Hashed]) -> None:

@@ -136,7 +136,7 @@ class Repository:
         """A small file's bytes at a commit."""
 
         def ask() -> bytes:
-            return Path(self._lib.hf_hub_download(self.name, path, revision=commit, repo_type=self.kind)).read_bytes()
+            return Path(self._api.hf_hub_download(self.name, path, revision=commit, repo_type=self.kind)).read_bytes()
 
         return self._ask(f"{path} is read", ask)
 
