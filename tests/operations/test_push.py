@@ -437,7 +437,7 @@ def test_other_files_of_a_folder_stay_here(hub, tmp_path):  # noqa: F811
     assert not {n for n in hub.files(REPO) if "runs" in n or "secrets" in n}
 
 
-# ---- runs' folders in their own format --------------------------------------------------------------------------------
+# ---- runs in their own format ---------------------------------------------------------------------------------------
 
 
 def run_of(folder: Path, *steps: int, tracker: int | None = None) -> Path:
