@@ -15,6 +15,7 @@ import pytest
 
 from ckptctl.core import errors
 from tests.support.checkpoints import ROOT
+from tests.support.hub_server import HubServer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,7 +132,10 @@ def test_what_is_shown_is_compared_with_what_is_printed(shown, printed, same):
 
 @pytest.fixture
 def console(tmp_path):
-    """Runs a line of an example in a folder that has fixtures/ in it; gives its exit code and what it printed."""
+    """Runs a line of an example in a folder that has fixtures/ in it; gives its exit code and what it printed.
+
+    The Hub is one on the loopback, without a repository.
+    """
     commands()
     (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
     programs = tmp_path / ".bin"
@@ -140,6 +144,8 @@ def console(tmp_path):
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {what} "$@"\n')
         (programs / name).chmod(0o755)
     env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTCTL_")}
+    for name in [k for k in env if k.startswith("HF_") or k.lower().endswith("_proxy")]:
+        del env[name]
     env |= {"PATH": f"{programs}{os.pathsep}{env['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "110", "NO_COLOR": "1"}
 
     def run(line: str) -> tuple[int, str]:
@@ -149,7 +155,9 @@ def console(tmp_path):
         )  # fmt: skip
         return done.returncode, done.stdout
 
-    return run
+    with HubServer(tmp_path / ".hub") as hub:  # so that no example asks anybody else
+        env |= hub.environment(tmp_path / ".home")
+        yield run
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.stem)
