@@ -35,7 +35,9 @@ def add(app: typer.Typer) -> None:
         against: Annotated[
             Path | None,
             typer.Option(
-                "--against", help="A folder that should hold the same files: compare byte for byte.", metavar="DIR"
+                "--against",
+                help="A folder, or hf://owner/name, that should hold the same files: compare bytes, or hashes.",
+                metavar="DIR",
             ),
         ] = None,
         select: Annotated[

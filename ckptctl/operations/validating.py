@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from ckptctl.operations.checks.folder import check_folder
 from ckptctl.operations.checks.found import Found, Level
 from ckptctl.operations.checks.model import check_model
 from ckptctl.operations.checks.state import Resumable, check_state, resumable
-from ckptctl.operations.elsewhere import reads_hub
+from ckptctl.operations.elsewhere import near, reads_hub
 from ckptctl.operations.naming import as_hub, is_mixed, naming_of
 from ckptctl.operations.opening import TRACKERS, Reading, given_config, is_one_checkpoint, open_checkpoint, steps_of
 from ckptctl.remote import places
@@ -87,6 +87,8 @@ def validate(
     single path, Unsupported or MissingFact where it cannot be looked at and nothing was found either.
     """
     what = what or Validation()
+    if what.against is not None:
+        what = replace(what, against=Path(near(what.against)))
     _require(what)
     _require_level(paths, what)
     if reading is not None:
@@ -235,9 +237,8 @@ def _one(
     check_files(found, [path.name] if alone else None)
     if not alone:
         check_folder(found, what.level)  # type: ignore[arg-type]
-    if what.level == "header":
-        return one
-    _open(one, path, reading)
+    if what.level != "header":
+        _open(one, path, reading)
     if one.checkpoint is not None:
         _structure(found, one.checkpoint)
     if what.level == "values":

@@ -249,6 +249,49 @@ def test_validating_every_byte_of_a_repository_is_wrong_usage(hub, flags):  # no
     assert not hub.sent
 
 
+@pytest.mark.parametrize("level", ["header", "structure"])
+def test_a_folder_is_compared_with_what_the_hub_lists(hub, tmp_path, level):  # noqa: F811
+    files = {**sharded(2, 300), "tokenizer.json": b'{"a": 1}'}
+    hub.add("model", "org/name", files)
+    line = [
+        "validate",
+        str(written(files, tmp_path / "here")),
+        "--level",
+        level,
+        "--against",
+        "hf://org/name",
+        "--json",
+    ]
+    assert command(*line).code == 0
+    assert not hub.asked("GET", "/resolve/|/content/")
+    large, small = tmp_path / "here" / "model-00002-of-00002.safetensors", tmp_path / "here" / "tokenizer.json"
+    data = bytearray(large.read_bytes())
+    data[-1] ^= 1
+    large.write_bytes(data)
+    small.write_bytes(b'{"a": 2}')
+    (tmp_path / "here" / "config.json").unlink()
+    done = command(*line)
+    assert done.code == 1
+    found = {(f["kind"], f["where"]["file"]) for f in done.json["findings"]}
+    assert {("checksum-mismatch", large.name), ("checksum-mismatch", small.name)} <= found
+    assert ("file-missing-beside", "config.json") in found
+    assert "hf://org/name@" in next(f["why"] for f in done.json["findings"] if f["kind"] == "file-missing-beside")
+    assert not hub.asked("GET", "/resolve/|/content/")
+    small.write_bytes(b"{}")
+    assert "2 bytes" in str(command(*line).json["findings"])
+
+
+def test_two_repositories_are_compared_by_their_hashes(hub):  # noqa: F811
+    files = sharded(2, 300)
+    hub.add("model", "org/one", files)
+    hub.add("model", "org/two", files)
+    line = ["validate", "hf://org/one", "--against", "hf://org/two", "--json"]
+    assert command(*line).code == 0
+    hub.add("model", "org/two", {"config.json": b"[]"})
+    done = command(*line)
+    assert [(f["kind"], f["where"]["file"]) for f in done.json["findings"]] == [("checksum-mismatch", "config.json")]
+
+
 @pytest.mark.parametrize("address", ["hf://", "hf://org/name@", "hf://org/na me", "hf://org/name/../x"])
 def test_an_address_that_is_none_asks_nobody(hub, address):  # noqa: F811
     done = command("inspect", address, "--json")

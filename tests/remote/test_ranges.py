@@ -227,7 +227,7 @@ def test_a_redirect_to_what_is_no_file_is_refused(hub, file, location):  # noqa:
     hub.fail("GET", "/resolve/", answer(302, {"Location": location, "Content-Length": "0"}), times=99)
     with pytest.raises(CkptError) as raised:
         filled(file, 40, 100)
-    assert raised.value.code == "hub-answer"
+    assert raised.value.code in ("hub-answer", "hub-unreachable")  # httpx itself refuses some
 
 
 def test_redirects_without_end_are_refused(hub, file):  # noqa: F811

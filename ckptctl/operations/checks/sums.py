@@ -13,6 +13,7 @@ from ckptctl.formats.bytesource import FileBytes, read_whole
 from ckptctl.formats.torchfile.read import open_torch
 from ckptctl.formats.zipdir import read_zip
 from ckptctl.operations.checks.files import files_below, tensors_in
+from ckptctl.remote import places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +30,9 @@ _LIST_LIMIT = 1 << 24
 _LISTS = ("SHA256SUMS", "sha256sums.txt", "SHA256SUMS.txt", "checksums.sha256")
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA256_DIGITS = 64
+_MADE_BY_THE_HUB = ".gitattributes"
+"""What every repository has, whatever was put into it."""
 _DOWNLOADS = ".cache/huggingface/download"
 
 
@@ -130,13 +134,15 @@ def _sha256(found: Found, name: str) -> str:
 
 
 def check_against(found: Found, other: Path) -> None:
-    """Every file of another copy, byte for byte."""
+    """Every file of another copy, byte for byte; by its hash where the copy is on the Hub, which lists them."""
+    shown = places.shown(str(other))
     for name, theirs in files_below(other):
         if not theirs.is_file():
             continue
         mine = found.root / name
         if not mine.is_file():
-            found.note("file-missing-beside", "the file is not there", file=name, why=f"{other} has it")
+            if name != _MADE_BY_THE_HUB or shown == str(other):
+                found.note("file-missing-beside", "the file is not there", file=name, why=f"{shown} has it")
             continue
         try:
             _same(found, name, mine, theirs)
@@ -145,14 +151,52 @@ def check_against(found: Found, other: Path) -> None:
 
 
 def _same(found: Found, name: str, mine: Path, theirs: Path) -> None:
-    with FileBytes(mine, name=name) as a, FileBytes(theirs) as b:
-        why = f"{a.nbytes:,} bytes, {b.nbytes:,} there" if a.nbytes != b.nbytes else ""
-        for at in range(0, 0 if why else a.nbytes, _BLOCK):
-            n = min(_BLOCK, a.nbytes - at)
-            left, right = a.read(at, n), b.read(at, n)
-            if left != right:
-                first = next(i for i, (x, y) in enumerate(zip(left, right, strict=True)) if x != y)
-                why = f"byte {at + first:,} is the first that differs"
-                break
+    with FileBytes(mine, name=name) as a, FileBytes(theirs, name=places.shown(str(theirs))) as b:
+        if a.nbytes != b.nbytes:
+            why = f"{a.nbytes:,} bytes, {b.nbytes:,} there"
+        else:
+            here, there = _listed_hash(mine), _listed_hash(theirs)
+            why = _unlike_hashes(a, b, here, there) if here or there else _unlike_bytes(a, b)
     if why:
         found.note("checksum-mismatch", "the file is not the one it is compared with", file=name, why=why)
+
+
+def _unlike_bytes(a: FileBytes, b: FileBytes) -> str:
+    """How two files of one size differ, "" where they do not."""
+    for at in range(0, a.nbytes, _BLOCK):
+        n = min(_BLOCK, a.nbytes - at)
+        left, right = a.read(at, n), b.read(at, n)
+        if left != right:
+            first = next(i for i, (x, y) in enumerate(zip(left, right, strict=True)) if x != y)
+            return f"byte {at + first:,} is the first that differs"
+    return ""
+
+
+def _listed_hash(path: Path) -> str:
+    """The hash that the Hub lists for a file there, "" for a file of this machine."""
+    far = places.at(path)
+    return far.identity if far is not None else ""
+
+
+def _unlike_hashes(a: FileBytes, b: FileBytes, here: str, there: str) -> str:
+    """How two files differ by hashes, of which the Hub lists one or both; the other is computed."""
+    if len(here) != len(there):
+        if len(there) == _SHA256_DIGITS or not here:  # large files' hash, and the other file is small, or is here
+            here = _hash_like(there, a)
+        else:
+            there = _hash_like(here, b)
+    return f"its hash is {here}, {there} there" if here != there else ""
+
+
+def _hash_like(listed: str, reader: FileBytes) -> str:
+    """The hash of a file as the Hub lists it: SHA-256 of a large file, git's name for the content of others.
+
+    Source: git, Documentation/gitformat-pack, and hash-object: SHA-1 over "blob ", the size and a NUL, then the bytes.
+    """
+    if len(listed) == _SHA256_DIGITS:
+        digest = hashlib.sha256()
+    else:
+        digest = hashlib.sha1(b"blob %d\0" % reader.nbytes, usedforsecurity=False)
+    for at in range(0, reader.nbytes, _BLOCK):
+        digest.update(reader.read(at, min(_BLOCK, reader.nbytes - at)))
+    return digest.hexdigest()
