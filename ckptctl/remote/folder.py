@@ -5,11 +5,13 @@ A placeholder has the size of its file and holds no block of the disk. No networ
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import tempfile
 import threading
+import time
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ _CACHE_NBYTES = 1 << 30
 """... until so many bytes are, together."""
 _AHEAD = 64
 """Files of one series whose heads are fetched ahead."""
+_PREFIX = "ckptctl-hub-"
+_NEW_SECONDS = 3600.0
 _FETCHERS = 16
 """Threads that fetch ahead."""
 
@@ -180,10 +184,12 @@ class Folder:
 
     def __init__(self, shown: str, name: str, files: Iterable[Listed]) -> None:
         self.shown = shown
-        self._base = os.path.realpath(tempfile.mkdtemp(prefix="ckptctl-"))
+        _sweep()
+        self._base = os.path.realpath(tempfile.mkdtemp(prefix=_PREFIX))
         self.root = f"{self._base}/{name}"
         self._owner = os.getpid()
         self._cache = os.open(f"{self._base}/cache", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._cache, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as somebody needs the folder: see _sweep
         self._cached = 0
         self._lock = threading.Lock()
         self._files: dict[str, Kept] = {}
@@ -322,6 +328,24 @@ class Folder:
             self._queue.clear()
         if os.getpid() == self._owner:
             shutil.rmtree(self._base, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Remove the folders of processes that were killed: those whose lock nobody holds, and which are no new ones."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            if folder.stat().st_mtime > time.time() - _NEW_SECONDS:
+                continue
+            fd = os.open(folder / "cache", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # another user's, or being removed
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
 
 
 def is_plain(path: str) -> bool:

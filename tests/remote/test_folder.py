@@ -218,6 +218,23 @@ def test_texts_and_documents_name_the_address(make):
     assert places.address_of("/somewhere/else") == ""
 
 
+def test_what_a_killed_process_left_is_removed_by_the_next(make, tmp_path, monkeypatch):
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, fresh = tmp_path / "ckptctl-hub-left", tmp_path / "ckptctl-hub-fresh"
+    for folder in (left, fresh):
+        (folder / "n@c").mkdir(parents=True)
+        (folder / "cache").write_bytes(b"")
+    used = make({"a": Held(b"x")})
+    for folder in (left, Path(used.root).parent):
+        os.utime(folder, (1, 1))
+    make({"a": Held(b"x")})
+    assert not left.exists()
+    assert fresh.exists()
+    assert Path(used.root).exists()
+
+
 def test_nothing_is_left_when_it_is_closed(make):
     folder = make({"a.bin": Held(b"x")})
     root = Path(folder.root)
