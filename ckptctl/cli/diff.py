@@ -39,6 +39,7 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        layer_names: options.LAYER_NAMES = None,
         memory: options.MEMORY = "512MiB",
         output: options.HTML = None,
         json: options.JSON = False,
@@ -46,7 +47,7 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Compare two checkpoints by value, across formats and layouts. Exit 0 equal, 1 different."""
-        reading = operations.Reading(model_config, None, None, param_order, module, key_map)
+        reading = operations.Reading(model_config, None, None, param_order, module, key_map, layer_names)
         pages = report.html_files(output or ())
         what = operations.Comparison(
             weights=weights,

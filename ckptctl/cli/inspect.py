@@ -25,12 +25,13 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        layer_names: options.LAYER_NAMES = None,
     ) -> int:
         """Show what a checkpoint holds: format, layout, tensors, training state, what is missing.
 
         Reads headers only.
         """
-        reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
+        reading = operations.Reading(model_config, from_, step, param_order, module, key_map, layer_names)
         pages = report.html_files(output or ())
         document = operations.inspect(path, reading, tensors=tensors or bool(pages))
         report.write_pages(document, pages)

@@ -28,8 +28,9 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        layer_names: options.LAYER_NAMES = None,
     ) -> int:
         """List tensors: name, kind, type, shape, bytes, pieces. Reads headers only."""
-        reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
+        reading = operations.Reading(model_config, from_, step, param_order, module, key_map, layer_names)
         report.show(operations.ls(path, pattern, reading, kinds=tuple(kind or ())), as_json=json)
         return 0

@@ -46,6 +46,14 @@ KEY_MAP = Annotated[
         metavar="FILE",
     ),
 ]
+LAYER_NAMES = Annotated[
+    Path | None,
+    typer.Option(
+        "--layer-names",
+        help="What a DeepSpeed pipeline's layers are called: a layer's number and a name a line.",
+        metavar="FILE",
+    ),
+]
 ONLY = Annotated[
     list[str] | None,
     typer.Option("--only", help="Take only tensors whose name matches. May be given several times.", metavar="GLOB"),

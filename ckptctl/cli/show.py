@@ -47,10 +47,11 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        layer_names: options.LAYER_NAMES = None,
         memory: options.MEMORY = "512MiB",
     ) -> int:
         """Show one tensor's values and statistics, or a value of the training state."""
-        reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
+        reading = operations.Reading(model_config, from_, step, param_order, module, key_map, layer_names)
         result = operations.show(path, name, reading, kind=kind, selection=slice_, stats=stats, npy=npy, memory=memory)
         report.show(result, as_json=json)
         return 0

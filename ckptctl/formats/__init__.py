@@ -16,7 +16,7 @@ from ckptctl.core.errors import Unrecognised, Unsupported, Usage
 from ckptctl.formats.target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 
@@ -37,11 +37,13 @@ class Hints:
     """What the user says about a source: the model's config, and the order of the optimizer's parameters.
 
     module: which part of several it is about, by name; "" takes names as they are, None decides by what is there.
+    layer_names: what a pipeline's layers, which have numbers, are called.
     """
 
     facts: Facts = field(default_factory=Facts)
     param_order: tuple[str, ...] = ()
     module: str | None = None
+    layer_names: Mapping[str, str] = field(default_factory=dict)
 
 
 class Reader(Protocol):

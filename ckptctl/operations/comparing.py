@@ -88,7 +88,8 @@ def diff(
             raise Usage(f"{flag} {value}: a tolerance is a number from 0 on")
     if what.weights not in WEIGHT_CHOICES:
         raise Usage(f"--weights {what.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
-    plain_reading = None if reading is None else replace(reading, key_map=None)  # the map leads from A's names to B's
+    # Both lead from A's names to B's.
+    plain_reading = None if reading is None else replace(reading, key_map=None, layer_names=None)
     sides = [_opened(a, reading, what), _opened(b, plain_reading, what)]
     if sides[0].facts.config is None or sides[1].facts.config is None:
         facts = sides[0].facts if sides[0].facts.config is not None else sides[1].facts

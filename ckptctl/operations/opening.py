@@ -34,6 +34,7 @@ class Reading:
     param_order: Path | str | None = None
     module: str | None = None
     key_map: Path | str | None = None
+    layer_names: Path | str | None = None
 
 
 def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[Checkpoint, formats.Evidence]:
@@ -53,7 +54,10 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     else:
         evidence = formats.detect(step_folder(path, reading.step) if path.is_dir() else path)
         reader = formats.reader(evidence.format)
-    checkpoint = reader.read(evidence.path, formats.Hints(given, given_order(reading.param_order), reading.module))
+    hints = formats.Hints(
+        given, given_order(reading.param_order), reading.module, given_layers(reading.layer_names, evidence.format)
+    )
+    checkpoint = reader.read(evidence.path, hints)
     if given.config is not None:
         checkpoint = replace(checkpoint, facts=given)
     if not checkpoint.quantized:
@@ -158,10 +162,32 @@ def given_order(path: Path | str | None) -> tuple[str, ...]:
         return ()
     file = Path(path)
     if not file.is_file():
-        raise MissingFile(f"--param-order: there is no file {file}")
+        raise MissingFile(f"there is no file {file}, of names a line")
     return tuple(
         line for line in (raw.strip() for raw in file.read_text().splitlines()) if line and not line.startswith("#")
     )
+
+
+def given_layers(path: Path | str | None, found: str) -> dict[str, str]:
+    """What layers are called, by a --layer-names file: a layer and a name a line.
+
+    Usage for another format's checkpoint, which has names, and for lines of another form.
+    """
+    if path is None:
+        return {}
+    if found != "deepspeed":
+        raise Usage(f"--layer-names is for pipelines of DeepSpeed, and this is {found}", fix="leave it out")
+    out: dict[str, str] = {}
+    for line in given_order(path):  # a text file, too: without empty lines and comments
+        words = line.split()
+        if len(words) != 2 or words[0] in out:
+            raise Usage(
+                f"--layer-names {path}: a line is a layer and its name, each layer once, not {line[:80]!r}",
+                fix="0 model.embed_tokens",
+                code="layer-names",
+            )
+        out[words[0]] = words[1]
+    return out
 
 
 STEP_FOLDERS = ("step-", "step_", "checkpoint-", "checkpoint_", "global_step", "iter_", "step")

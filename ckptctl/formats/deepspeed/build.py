@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import MASTER, Checkpoint, Facts, File, Group, Optimizer
@@ -53,9 +53,18 @@ class Build:
     facts: Facts = field(default_factory=Facts)
 
     def take(self, native: Native) -> None:
-        """States and groups of one model-parallel rank; groups with equal settings at one place are joined."""
+        """States and groups of one model-parallel rank; groups with equal settings at one place are joined.
+
+        A tied layer's parameters are in several stages' optimizers: replicas.
+        """
         for key, tensor in native.tensors.items():
-            self.tensors.setdefault(key, tensor)
+            known = self.tensors.setdefault(key, tensor)
+            if known is not tensor:
+                if (known.shape, known.dtype.name) != (tensor.shape, tensor.dtype.name):
+                    raise Damaged(
+                        f"{key.kind} of {key.name} differs between stages in shape or type", code="mixed-saves"
+                    )
+                self.tensors[key] = replace(known, replicas=(*known.replicas, tensor.pieces))
         for place, value in native.scalars.items():
             self.scalars.setdefault(place, value)
         joined = list(self.groups)

@@ -81,9 +81,9 @@ def _regular(build: Build, hints: Hints) -> None:
             build.model_values.update(model.module_values)
         if is_three:
             _frozen(build, first)
+    renamed(build, layer_names)  # before weights are derived: a tied layer's masters have another name than it has
     for model in models.values():
         build.derive(model)
-    renamed(build, layer_names)
     _describe(build, first, is_three, natives)
     build.layout |= {"tp": tp, "pp": pp, "ep": max(n.ep for n in natives.values())}
 
