@@ -1,4 +1,4 @@
-"""Pipelines: tied layers, tensor-parallel slices of layers, names that the user gives, and layers that are not there."""
+"""Pipelines: tied layers, tensor-parallel slices of layers, names that the user gives, layers that are not there."""
 
 from __future__ import annotations
 
