@@ -21,8 +21,8 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.datafiles import DataFiles
 from ckptctl.formats.dcp.items import Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
-from ckptctl.formats.megatron import flat, model
-from ckptctl.formats.megatron.facts import of_namespace
+from ckptctl.formats.megatron import flat, model, runconfig, zarr
+from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.found import Found, number_of, require_states
 from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
 from ckptctl.formats.megatron.groups import Part as Chained
@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 
 COMMON = "common.pt"
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z_0-9]+)\.(.+)")
-_KINDS = {"param": "master", "fp32_param": "master"}
+KINDS = {"param": "master", "fp32_param": "master"}
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _STACK = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _SINGLE = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
 _EXPERTS = "mlp.experts.experts."
 
 
@@ -57,21 +58,27 @@ def read(path: Path, hints: Hints) -> Found:
         root = {}
         if not opened.unsafe:
             raise Damaged(f"{COMMON} holds no dict", where=str(path), code="root-damaged")
-    facts = replace(of_namespace(root.get("args"), COMMON), given=hints.facts.config or {})
+    arrays = zarr.is_zarr(path)
+    facts, root = _facts(path, root)
+    facts = replace(facts, given=hints.facts.config or {})
     facts.require_known()
-    out = Found(facts, "torch_dist", fused=True)
+    out = Found(facts, "zarr" if arrays else "torch_dist", fused=True)
     out.unsafe += [UnsafeGlobal(COMMON, str(f.name), f.why) for f in opened.unsafe]
     out.unknown.update(str(f.name) for f in opened.unknown)
-    with FileBytes(path / NAME, name=NAME) as reader:
-        index = read_index(reader)
-        out.sizes += [(COMMON, nbytes), (NAME, reader.nbytes)]
+    out.sizes.append((COMMON, nbytes))
+    if arrays:
+        index = zarr.read_index(path)
+    else:
+        with FileBytes(path / NAME, name=NAME) as reader:
+            index = read_index(reader)
+            out.sizes.append((NAME, reader.nbytes))
     out.unsafe += index.unsafe
     for name in index.files:
         out.sources.append(Source(name))
         out.sizes.append((name, (path / name).stat().st_size if (path / name).is_file() else 0))
     out.layer_keys = any(_SINGLE.fullmatch(n) for n in index.items)
-    folder = _Folder(path, index, out)
-    iteration = root.get("iteration")
+    folder = Folder(path, index, out)
+    iteration = number_of(root.get("iteration", root.get("global_step")))
     out.iteration = iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else None
     _weights(folder, out)
     if root.get("optimizer") is not None:
@@ -80,7 +87,24 @@ def read(path: Path, hints: Hints) -> Found:
     return out
 
 
-class _Folder:
+def _facts(path: Path, root: Mapping[str, Tree]) -> tuple[Facts, dict[str, Tree]]:
+    """The run's facts and counters: args of common.pt, else the config that Megatron-Bridge or NeMo keeps beside."""
+    facts = of_namespace(root.get("args"), COMMON)
+    if facts.args:
+        return facts, dict(root)
+    args, where = runconfig.args_beside(path)
+    progress = runconfig.progress_of(path)
+    more: dict[str, Tree] = {k: v for k, v in progress.items() if k != "step"}
+    if "step" in progress:
+        more["iteration"] = progress["step"]
+    if isinstance(progress.get("consumed_train_samples"), int):
+        args = {**args, "consumed_train_samples": progress["consumed_train_samples"]}
+    # Such a run's config is its args: what is written for Megatron-LM has them.
+    known = {"args": args} if args else {}
+    return Facts(args, where or COMMON), {**root, **more, **known}
+
+
+class Folder:
     """The index of a folder while it is read, and its tensors by key of the file."""
 
     def __init__(self, path: Path, index: Index, out: Found) -> None:
@@ -109,14 +133,14 @@ class _Folder:
         return tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
 
 
-def _weights(folder: _Folder, out: Found) -> None:
+def _weights(folder: Folder, out: Found) -> None:
     """Weights and states that have the model's keys."""
     raw = folder.raw
     for name, item in folder.index.items.items():
         if not isinstance(item, Chunks) or ".gbuf_idx_" in name:
             continue
         found = STATE.fullmatch(name)
-        kind, key = (_KINDS.get(found[1], found[1]), found[2]) if found else ("weight", name)
+        kind, key = (KINDS.get(found[1], found[1]), found[2]) if found else ("weight", name)
         if not found and name.startswith(("optimizer.", "chained_")):
             raise Unsupported(
                 f"{name} is of an optimizer's form that is not read",
@@ -127,17 +151,19 @@ def _weights(folder: _Folder, out: Found) -> None:
         key = key.removeprefix("module.").removeprefix("model.")
         raw[Key(key, kind)] = folder.tensor(name, Key(key, kind))
     out.has_optimizer = any(k.kind != "weight" for k in raw)
-    made = remade(raw, to_hub([_native(name, raw) for name in dict.fromkeys(k.name for k in raw)]))
+    made = remade(raw, to_hub([native(name, raw) for name in dict.fromkeys(k.name for k in raw)]))
     half = {k.name for k, m in made.items() if k.kind == "weight" and m.tensor.dtype.name != "float32"}
     out.tensors = {
         k: replace(m.tensor, key=k) for k, m in made.items() if not (k.kind == "master" and k.name not in half)
     }
 
 
-def _native(key: str, raw: Mapping[Key, Tensor]) -> Native:
-    """A key of the file as tensors of the package's naming: stacked layers and experts come apart."""
+def native(key: str, raw: Mapping[Key, Tensor]) -> Native:
+    """A key of the file as tensors of the package's naming: stacked layers and experts come apart, halves together."""
     tensor = raw.get(Key(key)) or next(t for k, t in raw.items() if k.name == key)
-    stack, single = _STACK.fullmatch(key), _SINGLE.fullmatch(key)
+    half = _HALF.fullmatch(key)
+    plain = half[1] if half else key
+    stack, single = _STACK.fullmatch(plain), _SINGLE.fullmatch(plain)
     tail = stack[1] if stack else single[2] if single else ""
     axes = 1 if stack else 0
     experts = tail.startswith(_EXPERTS) and re.match(r"linear_fc[12]\.", tail[len(_EXPERTS) :]) is not None
@@ -148,7 +174,9 @@ def _native(key: str, raw: Mapping[Key, Tensor]) -> Native:
     names = []
     for at in _indices(tensor.shape[:axes]):
         layer = at[0] if stack else int(single[1]) if single else 0
-        names.append(model.local_name(_named(key, tail, layer, at[-1] if experts else None)))
+        names.append(model.local_name(_named(plain, tail, layer, at[-1] if experts else None)))
+    if half and inner:
+        return _halves(key, names, tensor.shape[:axes], inner, 0 if half[2] == "w" else 1)
     if not axes:
         return Native.renamed(key, names[0], tensor.shape)
     parts = []
@@ -157,6 +185,23 @@ def _native(key: str, raw: Mapping[Key, Tensor]) -> Native:
         lo = (*at, *(0,) * len(inner))
         parts.append(Part(Key(name), tensor.shape, lo, size, size, (0,) * len(size), tuple(range(len(size)))))
     return Native(key, tensor.shape, tuple(parts), (inner,) * len(parts))
+
+
+def _halves(key: str, names: list[str], first: tuple[int, ...], inner: tuple[int, ...], which: int) -> Native:
+    """A key that holds the gates alone, or the ups: half of each first projection.
+
+    Source: core_v0.16.1, core/transformer/mlp.py, apply_swiglu_sharded_factory (singleton_local_shards);
+    core/transformer/fsdp_dtensor_checkpoint.py, handle_swiglu_in_state_dict.
+    """
+    rows, *rest = inner
+    parts = []
+    for at, name in zip(_indices(first), names, strict=True):
+        size = (*(1,) * len(first), 1, rows, *rest)
+        lo = (*at, 0, *(0,) * len(inner))
+        hub = (*(1,) * len(first), 2, rows, *rest)
+        hub_lo = (*(0,) * len(first), which, *(0,) * len(inner))
+        parts.append(Part(Key(name), (*first, 1, *inner), lo, size, hub, hub_lo, tuple(range(len(size)))))
+    return Native(key, (*first, *inner), tuple(parts), ((2 * rows, *rest),) * len(parts))
 
 
 def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -178,7 +223,7 @@ def _named(key: str, tail: str, layer: int, expert: int | None) -> str:
 # ---- optimizer ------------------------------------------------------------------------------------------------------
 
 
-def _optimizer(tree: Tree, folder: _Folder, out: Found) -> None:
+def _optimizer(tree: Tree, folder: Folder, out: Found) -> None:
     """Groups, steps, and moments in buffers where they are not under the model's keys."""
     parts = _parts(tree, folder)
     weights = [k.name for k in out.tensors if k.kind == "weight" and not model.is_buffer(k.name)]
@@ -200,7 +245,7 @@ def _optimizer(tree: Tree, folder: _Folder, out: Found) -> None:
         require_states(out, NAME)
 
 
-def _parts(tree: Tree, folder: _Folder) -> list[Chained]:
+def _parts(tree: Tree, folder: Folder) -> list[Chained]:
     """The optimizers of common.pt. Where their groups are an object of every group of ranks, those of the first."""
     if isinstance(tree, dict) and "param_state_sharding_type" in tree and "optimizer" not in tree:
         items = folder.index.items
@@ -212,7 +257,7 @@ def _parts(tree: Tree, folder: _Folder) -> list[Chained]:
     return parts_of(tree, COMMON)
 
 
-def _require_right(params: list[Param], folder: _Folder, out: Found) -> None:
+def _require_right(params: list[Param], folder: Folder, out: Found) -> None:
     """Moments that the real writer misplaced cannot be moved. Source of the fault: core_v0.15.0 to v0.19.0.
 
     With fully_reshardable and a padded bucket before another, sharded_param_state_fully_reshardable slices a buffer
@@ -239,7 +284,7 @@ _SAMPLE = 1024
 """Elements that are compared at the first corner of each chunk."""
 
 
-def _is_rounded(key: Key, folder: _Folder) -> bool:
+def _is_rounded(key: Key, folder: Folder) -> bool:
     """Whether a float32 copy is its weight, rounded to the weight's type, at the beginning of each of its chunks."""
     master, weight = folder.raw[key], folder.raw.get(Key(key.name))
     if weight is None or weight.shape != master.shape:
@@ -266,7 +311,7 @@ def _left(piece: Piece, at: tuple[int, ...]) -> int:
     return piece.lo[-1] + piece.size[-1] - at[-1] if at else 1
 
 
-def _elements(tensor: Tensor, piece: Piece, at: tuple[int, ...], n: int, folder: _Folder) -> npt.NDArray[Any]:
+def _elements(tensor: Tensor, piece: Piece, at: tuple[int, ...], n: int, folder: Folder) -> npt.NDArray[Any]:
     item = tensor.dtype.itemsize
     start = piece.start + sum((i - lo) * s for i, lo, s in zip(at, piece.lo, piece.strides, strict=True))
     if piece.strides and piece.strides[-1] != item:
@@ -274,7 +319,7 @@ def _elements(tensor: Tensor, piece: Piece, at: tuple[int, ...], n: int, folder:
     return np.frombuffer(folder.files.get(piece.source).read(start, n * item), tensor.dtype.numpy)
 
 
-def _values(root: Mapping[str, Tree], folder: _Folder, out: Found) -> None:
+def _values(root: Mapping[str, Tree], folder: Folder, out: Found) -> None:
     for key, value in root.items():
         if key in ("args", "checkpoint_version", "content_metadata"):
             out.native[key] = value

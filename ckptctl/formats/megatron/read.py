@@ -15,7 +15,7 @@ from ckptctl.core.remake import Native, remade, to_hub
 from ckptctl.core.tensor import Key, Part, Tensor
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import read_whole
-from ckptctl.formats.megatron import classic, dist, heads, model
+from ckptctl.formats.megatron import classic, dist, fsdp, heads, model, zarr
 from ckptctl.formats.megatron.found import optimizer_of
 from ckptctl.formats.megatron.ranks import model_file, rank_folders
 
@@ -54,6 +54,10 @@ def _of_iteration(path: Path) -> Evidence | None:
         return None
     if (path / ".metadata").is_file() and (path / "common.pt").is_file():
         return Evidence("megatron", "it holds common.pt and .metadata (torch_dist)", path)
+    if (path / "common.pt").is_file() and zarr.is_zarr(path):
+        return Evidence("megatron", "it holds common.pt, and metadata.json says zarr", path)
+    if fsdp.is_fsdp(path):
+        return Evidence("megatron", "its .metadata names Megatron's parameters and groups (fsdp_dtensor)", path)
     folders = rank_folders(path)
     if folders and any(model_file(f) for f in folders):
         return Evidence("megatron", f"it holds {folders[0].name}", path)
@@ -95,8 +99,8 @@ def _iteration(path: Path) -> Path:
 def read(path: Path, hints: Hints) -> Checkpoint:
     """The checkpoint of one iteration. See classic.read and dist.read for what is refused."""
     path = _iteration(path)
-    is_dist = (path / ".metadata").is_file()
-    found = dist.read(path, hints) if is_dist else classic.read(path, hints)
+    read_it = dist.read if (path / "common.pt").is_file() else fsdp.read if fsdp.is_fsdp(path) else classic.read
+    found = read_it(path, hints)
     tensors = _ordered(found.tensors)
     heads.require_fitting(tensors, found.facts, str(path))
     tensors, padding = _vocabulary(tensors, found.facts.true_vocabulary, str(path))

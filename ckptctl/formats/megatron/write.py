@@ -290,7 +290,7 @@ def _spec(content: Content, choices: Choices) -> str:
         latent = any(n.endswith("self_attention.linear_kv_up_proj.weight") for n in content.weights)
         return "te" if latent else "local"
     args, form = runargs.source_args(content.source), content.source.native.get("form")
-    if content.source.variant == "torch_dist":
+    if content.source.variant != "classic":
         return "local" if args.get("transformer_impl") == "local" else "te"
     return str(form["layers"]) if isinstance(form, dict) else "local"
 
