@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged
-from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.bytesource import FileBytes, read_whole
 from ckptctl.formats.megatron import yamltext
 from ckptctl.formats.megatron.found import number_of
 from ckptctl.formats.torchfile.read import open_torch
@@ -37,7 +37,7 @@ def args_beside(path: Path) -> tuple[dict[str, Any], str]:
         if file.is_file():
             if file.stat().st_size > _MOST_TEXT:
                 raise Damaged("the run's config is too long", where=str(file), code="yaml")
-            text = file.read_bytes().decode("utf-8", "replace")
+            text = read_whole(file, _MOST_TEXT).decode("utf-8", "replace")
             return args_of(yamltext.parsed(text, str(file)), str(file)), file.name
     return {}, ""
 

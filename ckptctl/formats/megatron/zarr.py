@@ -16,6 +16,7 @@ import numpy as np
 
 from ckptctl.core.dtype import BY_NAME, DType
 from ckptctl.core.errors import Damaged, MissingFile, Unsupported
+from ckptctl.formats.bytesource import read_whole
 from ckptctl.formats.dcp.metadata import ByteItem, Chunks, Index
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def is_zarr(path: Path) -> bool:
     if not file.is_file() or file.stat().st_size > 1 << 20:
         return False
     try:
-        said = json.loads(file.read_bytes())
+        said = json.loads(read_whole(file, 1 << 20))
     except (ValueError, RecursionError):
         return False
     return isinstance(said, dict) and said.get("sharded_backend") == "zarr"
@@ -120,7 +121,7 @@ def _nbytes(file: Path) -> int | None:
 def _metadata(folder: Path, name: str) -> dict[str, Any]:
     file = folder / ARRAY
     try:
-        said = json.loads(file.read_bytes()[: 1 << 20])
+        said = json.loads(read_whole(file, 1 << 20))
     except (ValueError, RecursionError) as err:
         raise Damaged(f"{ARRAY} of {name} is no JSON", where=str(file), why=str(err), code="metadata-damaged") from err
     if not isinstance(said, dict):
