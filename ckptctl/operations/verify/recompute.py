@@ -8,6 +8,7 @@ Takes any Transformers model and batch; nothing here reads a checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -258,7 +259,6 @@ def causal_loss(model: Any, batch: Mapping[str, Any]) -> Any:
 def gradients(model: Any) -> dict[str, tuple[str, float]]:
     """(digest of the bytes, norm) of each parameter's gradient, in the model's order."""
     import torch
-    import xxhash
 
     found = {}
     for name, parameter in model.named_parameters():
@@ -267,7 +267,7 @@ def gradients(model: Any) -> dict[str, tuple[str, float]]:
         flat = parameter.grad.detach().reshape(-1).contiguous()
         data = flat.view(torch.uint8).cpu().numpy()
         norm = torch.linalg.vector_norm(flat, dtype=torch.float64 if flat.dtype != torch.float16 else torch.float32)
-        found[name] = (xxhash.xxh3_128_hexdigest(data), float(norm))
+        found[name] = (hashlib.blake2b(data, digest_size=16).hexdigest(), float(norm))
     return found
 
 

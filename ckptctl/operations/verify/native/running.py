@@ -12,7 +12,6 @@ from ckptctl.operations.verify.record import SAMPLES, Record, Trained
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from ckptctl.core.checkpoint import Checkpoint
     from ckptctl.operations.verify.batches import Batch
@@ -22,27 +21,30 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 
-def scan(path: Path | str) -> Document:
-    """A look at every pickle of a checkpoint, before a framework runs them: how many files were read.
+def scan(checkpoint: Checkpoint) -> Document:
+    """A look at every pickle of a checkpoint, before a framework runs them: how many files were looked at.
 
-    Raises Unsafe where one would run code, or names what no framework is known to have: loading it runs that.
+    Raises Unsafe where one would run code, names what no framework is known to have, or cannot be read to its end.
     """
-    found = validate([path], Validation(level="header"))
+    found = validate([checkpoint.root], Validation(level="header"))
     for finding in found["findings"]:
-        if finding["code"].startswith("CK5") or finding["kind"].startswith("pickle") or finding["kind"] == "unsafe":
-            raise Unsafe(
-                f"--native loads pickles, and one is not clean: {finding['what']}",
-                where=str(finding["where"].get("file") or path),
-                why=finding["why"],
-                fix="leave --native out: verify's own step runs no pickle; see `ckptctl validate`",
-                code="pickle-not-clean",
-            )
-    unsafe = [row for row in found["checkpoints"] if not row["safe"]["answer"]]
-    if unsafe:
-        raise Unsafe(
-            "--native loads pickles, and this checkpoint is not safe", where=str(path), why=str(unsafe[0]["safe"])
-        )
+        if finding["kind"].startswith("pickle-") or finding["kind"] in ("unsafe", "path-escapes"):
+            raise _unclean(finding["what"], str(finding["where"].get("file") or checkpoint.root), finding["why"])
+    for unsafe in checkpoint.unsafe:
+        raise _unclean(f"it names {unsafe.name}, which would run code", unsafe.file, unsafe.why)
+    for name in checkpoint.unknown_globals:
+        raise _unclean(f"it names {name}", checkpoint.root, "no framework is known to have it: loading it runs that")
     return {"clean": True, "files": found["checked"]["files"]}
+
+
+def _unclean(what: str, where: str, why: str) -> Unsafe:
+    return Unsafe(
+        f"--native runs pickles, and one is not clean: {what}",
+        where=where,
+        why=why,
+        fix="leave --native out: verify's own step runs no pickle; see `ckptctl validate`",
+        code="pickle-not-clean",
+    )
 
 
 def run_native(
@@ -61,7 +63,7 @@ def run_native(
     named is the same checkpoint under the model's parameter names. rates: each step's learning rate of each group.
     Raises Unsafe before anything is started where a pickle is not clean.
     """
-    scanned = scan(checkpoint.root)
+    scanned = scan(checkpoint)
     wanted = plan(checkpoint, named, rule)
     require_gpus(how, wanted.world)
     job = {
