@@ -8,7 +8,7 @@ import pytest
 
 from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.operations.verify.recompute import BASE, Policy, largest, policies, require_gpu
-from tests.support.checkpoints import run_torch
+from tests.support.checkpoints import needs_torch, run_torch
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,9 @@ def test_policies_by_word_with_none_first(words, found):
     assert list(policies(words)) == found
 
 
-@pytest.mark.parametrize("words", ["", "half", "every", "every=", "every=0", "every=-1", "every=two", "every=²", "full=2"])
+@pytest.mark.parametrize(
+    "words", ["", "half", "every", "every=", "every=0", "every=-1", "every=two", "every=²", "full=2"]
+)
 def test_what_is_no_policy_is_a_mistake_of_usage(words):
     with pytest.raises(Usage, match="no policy"):
         policies(words)
@@ -82,6 +84,7 @@ print(json.dumps(out))
 """
 
 
+@needs_torch
 def test_live_bytes_are_those_of_storages_counted_by_hand():
     found = json.loads(run_torch(COUNTED))
     assert found == {"one": 4000, "two": 8000, "freed": 4000, "last": 2000, "peak": 8000, "before": 0}
@@ -151,6 +154,7 @@ def blocks():
     return json.loads(run_torch(BLOCKS))
 
 
+@needs_torch
 def test_gradients_are_equal_under_every_policy_and_layers_are_counted(blocks):
     found = blocks["plain"]
     assert (found["equal"], found["repeatable"], found["dropout"]) == (True, True, False)
@@ -161,11 +165,13 @@ def test_gradients_are_equal_under_every_policy_and_layers_are_counted(blocks):
     assert {p["loss"] for p in found["policies"]} == {blocks["loss"]}
 
 
+@needs_torch
 def test_dropout_is_drawn_again_alike(blocks):
     found = blocks["dropout"]
     assert (found["equal"], found["dropout"]) == (True, True)
 
 
+@needs_torch
 def test_a_layer_that_is_not_the_same_the_second_time_is_found(blocks):
     found = blocks["leaky"]
     assert found["equal"] is False
@@ -175,10 +181,11 @@ def test_a_layer_that_is_not_the_same_the_second_time_is_found(blocks):
     assert full["first_difference"]["norm"] != full["first_difference"]["norm_without"]
 
 
+@needs_torch
 def test_memory_is_that_of_what_a_layer_keeps(blocks):
     none, full, third, selective = blocks["plain"]["policies"]
-    # 24 tokens of 16 numbers: a block's input, 1536 bytes, is kept for its first product, and so is the head's; 64 numbers
-    # a token, 6144 bytes, come out of relu; logarithms of 32 probabilities are 3072; two numbers are the loss.
+    # 24 tokens of 16 numbers: a block's input, 1536 bytes, is kept for its first product, and so is the head's; 64
+    # numbers a token, 6144 bytes, come out of relu; logarithms of 32 probabilities are 3072; two numbers are the loss.
     ends = 5 * 1536 + 3072 + 2 * 4
     assert none["kept_bytes"] == ends + 4 * 6144
     assert full["kept_bytes"] == ends
@@ -191,10 +198,12 @@ def test_memory_is_that_of_what_a_layer_keeps(blocks):
         assert p["peak_bytes"] >= p["kept_bytes"]
 
 
+@needs_torch
 def test_the_model_is_left_as_it_was(blocks):
     assert all(all(blocks[name]["as it was"]) for name in ("plain", "dropout", "leaky"))
 
 
+@needs_torch
 def test_a_model_without_layers_is_refused(blocks):
     assert blocks["flat"][0] == "Unsupported"
 
@@ -218,6 +227,7 @@ print(json.dumps(out))
 """
 
 
+@needs_torch
 @pytest.mark.real
 def test_real_models_have_equal_gradients_with_the_dropout_of_their_config():
     found = json.loads(run_torch(FAMILIES).splitlines()[-1])

@@ -93,7 +93,7 @@ class Story:
         self.seconds = 0.0
         self.told: Data = {
             "losses": [], "logits": [], "gradient_norms": [], "lr": [], "parameters": {}, "finite": True, "notes": [],
-            "types": {}, "settings": [], "digests": "xxh3" if _has_xxhash() else "sha256",
+            "types": {}, "settings": [], "unset": [], "digests": "xxh3" if _has_xxhash() else "sha256",
         }  # fmt: skip
 
     @property
@@ -115,6 +115,8 @@ class Story:
             self.told["types"][kind] = str(value.dtype).removeprefix("torch.")
             if kind == "weight":
                 one["shape"] = list(value.shape)
+                if value.numel() and bool(value.isnan().all()):
+                    self.told["unset"].append(name)
         for name, step in session.updates().items():
             self.parameter(name)["step_before"] = step
         self.told["settings"] = [

@@ -130,6 +130,9 @@ def record_of(told: Document, groups: Sequence[Document]) -> Record:
             step_after=one.get("step_after"),
             settings=settings.get(name),
         )
+    if told["unset"]:
+        listed = ", ".join(told["unset"][:3])
+        record.notes.append(f"the framework's load left {len(told['unset'])} parameters as they were (NaN): {listed}")
     if not bits:
         record.notes.append("the framework's Python has no xxhash: the state as loaded was not compared bit for bit")
     return record

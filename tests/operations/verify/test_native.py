@@ -1,0 +1,432 @@
+"""Native runs: which framework takes what, ranks that end whatever happens, pickles that are looked at before.
+
+The runs of real frameworks need torch, and each its framework.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptctl import operations
+from ckptctl.core.errors import CkptError, Unsafe, Unsupported, Usage
+from ckptctl.operations.opening import open_checkpoint
+from ckptctl.operations.verify.compare import Measure, compare
+from ckptctl.operations.verify.forms import Forms
+from ckptctl.operations.verify.more import require_more
+from ckptctl.operations.verify.native import launch
+from ckptctl.operations.verify.native.comparing import aligned
+from ckptctl.operations.verify.native.launch import Launch, run_ranks
+from ckptctl.operations.verify.native.planning import dcp_paths, plan
+from ckptctl.operations.verify.native.running import require_gpus, scan
+from ckptctl.operations.verify.record import Record, Trained
+from ckptctl.operations.verify.rules import Rule
+from tests.support.checkpoints import FIXTURES, ROOT, ckpt, needs_torch, truth_config
+
+ADAM = Rule("adam")
+
+
+def reading_of(layout):
+    """How a layout is read: with the config of its truth, where there is one."""
+    return operations.Reading(model_config=truth_config(layout))
+
+
+def recorded(layout):
+    """The losses that the run itself recorded after its save."""
+    return json.loads((FIXTURES / layout / "truth" / "losses.json").read_text())["losses"][3:6]
+
+
+def reference_batch(folder, *steps):
+    """The batches of those steps of every real run, as its own script draws them, as a batch file."""
+    import numpy as np
+    import torch
+
+    drawn = [torch.randint(0, 131, (4, 32), generator=torch.Generator().manual_seed(1000 + s)) for s in steps]
+    np.savez(folder / "batch.npz", input_ids=np.stack([d.numpy() for d in drawn]))
+    return folder / "batch.npz"
+
+
+# ---- which framework, and what it is told
+
+
+def planned(layout):
+    checkpoint, _ = open_checkpoint(ckpt(layout), reading_of(layout))
+    return plan(checkpoint, checkpoint, ADAM)
+
+
+@pytest.mark.parametrize(
+    ("layout", "runner", "world"),
+    [
+        ("torch/fsdp2_dp2_dcp", "run_fsdp", 2),
+        ("torch/fsdp2_dp4_dcp", "run_fsdp", 4),
+        ("torch/verl_fsdp2", "run_fsdp", 2),
+        ("torch/plain_zip", "run_torch", 1),
+        ("torch/trainer", "run_trainer", 1),
+        ("torch/accelerate_fsdp2", "run_accelerate", 2),
+        ("torch/lightning_ckpt", "run_lightning", 1),
+        ("torch/lightning_fsdp2_dir", "run_lightning", 2),
+        ("deepspeed/zero1-dp2-bf16", "run_deepspeed", 2),
+        ("deepspeed/universal-zero1-dp2-bf16-fp32acc", "run_deepspeed", 1),
+        ("hf/llama-single", "run_transformers", 1),
+    ],
+)
+def test_the_framework_of_a_checkpoint_and_its_ranks(layout, runner, world):
+    found = planned(layout)
+    assert (found.runner, found.world) == (runner, world)
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        ("torch/torchtitan_dcp", "torchtitan"),
+        ("torch/fsdp1_local", "wrapping"),
+        ("torch/verl_fsdp1", "FSDP1"),
+        ("deepspeed/pipe-pp2-dp2-zero1-bf16", "pp 2"),
+        ("deepspeed/moe-ep2-dp4-zero2-bf16", "ep 2"),
+    ],
+)
+def test_what_only_the_run_s_own_program_loads_is_refused_by_name(layout, why):
+    with pytest.raises(Unsupported, match="only the run's own program") as refused:
+        planned(layout)
+    assert why in refused.value.why
+
+
+def test_groups_and_settings_are_the_checkpoint_s():
+    job = planned("torch/fsdp2_dp2_dcp").job
+    assert [len(g["params"]) for g in job["groups"]] == [30, 9]
+    assert [g["settings"]["weight_decay"] for g in job["groups"]] == [0.1, 0.0]
+    assert [g["settings"]["betas"] for g in job["groups"]] == [(0.9, 0.95)] * 2
+    assert (job["optimizer"], job["frozen"], job["dtype"]) == ("AdamW", [], "float32")
+
+
+def test_frozen_parameters_are_those_in_no_group():
+    job = planned("deepspeed/zero2-dp2-bf16-frozen-excluded").job
+    assert job["frozen"] == [] or not {n for g in job["groups"] for n in g["params"]} & set(job["frozen"])
+    assert job["deepspeed"]["config"]["bf16"] == {"enabled": True}
+    assert job["deepspeed"]["config"]["zero_optimization"] == {"stage": 2}
+    assert job["deepspeed"]["tag"] == "global_step3"
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "optim", "flat", "groups"),
+    [
+        ("torch/fsdp2_dp2_dcp", ["app", "model"], ["app", "optim"], False, True),
+        ("torch/fsdp2_dp2_flatoptim_dcp", ["model"], ["optim"], True, True),
+        ("torch/fsdp2_dp4_dcp", ["model"], ["optimizer"], False, True),
+        ("torch/dcp_safetensors", ["model"], ["optim"], False, False),
+    ],
+)
+def test_where_a_dcp_has_model_and_optimizer(layout, model, optim, flat, groups):
+    checkpoint, _ = open_checkpoint(ckpt(layout))
+    assert dcp_paths(checkpoint) == {
+        "model": model, "optim": optim, "flat": flat, "groups": groups, "folders": {"": ["model", "optim"]},
+    }  # fmt: skip
+
+
+# ---- pickles
+
+
+@pytest.mark.parametrize("case", ["bin-runs-code", "bin-runs-system", "bin-raw-pickle-runs-code", "bin-unknown-class"])
+def test_a_pickle_that_is_not_clean_stops_before_anything_is_started(case, monkeypatch):
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *a, **k: pytest.fail("a rank was started"))
+    checkpoint, _ = open_checkpoint(FIXTURES / "broken" / case)
+    with pytest.raises(Unsafe, match="not clean") as refused:
+        scan(checkpoint)
+    assert (refused.value.exit_code, refused.value.code) == (3, "pickle-not-clean")
+
+
+def test_a_clean_checkpoint_is_said_to_be():
+    checkpoint, _ = open_checkpoint(ckpt("torch/trainer"))
+    found = scan(checkpoint)
+    assert found["clean"] is True
+    assert found["files"] >= 5
+
+
+# ---- ranks
+
+
+@pytest.fixture
+def ranks(monkeypatch, tmp_path):
+    """Runs ranks that do what a script says; gives the function, and the folder where they leave their process ids."""
+
+    def run(script, world=2, timeout_s=60.0):
+        monkeypatch.setattr(
+            launch,
+            "_START",
+            "import json, os, sys, time\n"
+            "job = json.load(open(sys.argv[3])); rank = int(os.environ['RANK'])\n"
+            f"open({str(tmp_path)!r} + '/pid' + str(rank), 'w').write(str(os.getpid()))\n" + script,
+        )
+        return run_ranks("run_torch", {"word": "here"}, world, Launch(sys.executable, "cpu", timeout_s))
+
+    return run
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def left_running(folder):
+    return [p.name for p in folder.glob("pid*") if is_running(int(p.read_text()))]
+
+
+TELL = (
+    "json.dump({'rank': rank, 'job': job, 'world': os.environ['WORLD_SIZE']}, open(job['folder'] + '/story.json', 'w'))"
+)
+
+
+def test_what_rank_0_tells_comes_back_and_nothing_stays(ranks, tmp_path):
+    found = ranks(f"if rank == 0: {TELL}")
+    assert (found["rank"], found["world"], found["job"]["word"]) == (0, "2", "here")
+    assert not Path(found["job"]["folder"]).exists()
+    assert left_running(tmp_path) == []
+
+
+def test_one_rank_that_fails_ends_the_others_and_its_own_words_come(ranks, tmp_path):
+    script = (
+        "if rank == 1:\n"
+        "    told = {'kind': 'ValueError', 'text': 'no such layout', 'where': ''}\n"
+        "    json.dump(told, open(job['folder'] + '/error1.json', 'w'))\n"
+        "    sys.exit(4)\n"
+        "time.sleep(600)\n"
+    )
+    started = time.monotonic()
+    with pytest.raises(CkptError, match="run failed") as failed:
+        ranks(script)
+    assert time.monotonic() - started < 50
+    assert "rank 1 ended with exit code 4" in failed.value.why
+    assert "no such layout" in failed.value.why
+    assert (failed.value.code, failed.value.exit_code) == ("native-failed", 3)
+    assert left_running(tmp_path) == []
+
+
+def test_a_killed_rank_is_told_by_its_signal(ranks, tmp_path):
+    with pytest.raises(CkptError, match="run failed") as failed:
+        ranks("import signal\nif rank == 0: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)\n")
+    assert "SIGSEGV" in failed.value.why
+    assert left_running(tmp_path) == []
+
+
+def test_ranks_that_do_not_end_are_ended_with_what_they_started(ranks, tmp_path):
+    script = (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path)!r} + '/pidchild' + str(rank), 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    with pytest.raises(CkptError, match="took too long") as failed:
+        ranks(script, timeout_s=6.0)
+    assert failed.value.code == "native-timeout"
+    assert "--native-timeout" in failed.value.fix
+    assert left_running(tmp_path) == []
+
+
+def test_a_framework_that_is_not_there_is_named_with_the_line_that_installs_it(ranks):
+    script = (
+        "json.dump({'kind': 'ModuleNotFoundError', 'text': \"No module named 'deepspeed'\", 'where': ''},"
+        " open(job['folder'] + f'/error{rank}.json', 'w'))\nsys.exit(1)\n"
+    )
+    with pytest.raises(Unsupported, match="deepspeed") as failed:
+        ranks(script)
+    assert "pip install" in failed.value.fix
+    assert "--python" in failed.value.fix
+
+
+def test_a_rank_that_tells_nothing_is_a_failure(ranks):
+    with pytest.raises(CkptError, match="run failed") as failed:
+        ranks("pass")
+    assert "without telling" in failed.value.why
+
+
+def test_an_interpreter_that_is_not_there_is_said():
+    with pytest.raises(CkptError, match="does not start"):
+        run_ranks("run_torch", {}, 1, Launch("/nowhere/python"))
+
+
+def test_ranks_end_when_the_one_that_started_them_is_killed(tmp_path):
+    """The watch that every runner keeps, in a rank whose parent gets SIGKILL."""
+    rank = (
+        "import os, sys, time, types\n"
+        "package = types.ModuleType('ckptctl_native')\n"
+        f"package.__path__ = [{str(Path(launch.__file__).parent)!r}]\n"
+        "sys.modules['ckptctl_native'] = package\n"
+        "from ckptctl_native import rank\n"
+        "rank._die_with(os.getppid())\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"]
+    )
+    until = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    parent.kill()
+    parent.wait()
+    while is_running(pid):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_the_runners_need_no_ckptctl():
+    for module in sorted(Path(launch.__file__).parent.glob("r*.py")):
+        if module.name.startswith("run_") or module.name == "rank.py":
+            lines = [x.strip() for x in module.read_text().splitlines()]
+            assert not [x for x in lines if x.startswith(("from ckptctl", "import ckptctl"))], module.name
+
+
+def test_gpus_that_are_not_there_are_refused_only_where_they_are_asked_for():
+    require_gpus(Launch(device="cpu"), 64)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    "settings", [{"python": "x"}, {"native": True, "layers": 1}, {"native": True, "no_optimizer": True},
+                 {"native": True, "dtype": "bf16"}, {"recompute": "some"}]
+)  # fmt: skip
+def test_settings_that_do_not_go_together_are_mistakes_of_usage(settings):
+    with pytest.raises(Usage):
+        require_more(operations.Verification(**settings))
+
+
+# ---- comparing
+
+
+def one(**changes):
+    made = {
+        "before": {"weight": "w", "exp_avg": "m"}, "after": {"weight": "x", "exp_avg": "n"},
+        "samples": {"weight": [1.0, 2.0], "exp_avg": [0.5, 0.25]}, "gradient_norms": [1.0], "step_before": 3.0,
+        "step_after": 4.0, "settings": {"lr": 0.1},
+    }  # fmt: skip
+    return Trained("p", (2,), **{**made, **changes})
+
+
+def judged(own, native, types=None):
+    """The differences between verify's own record of one parameter and a framework's."""
+    forms = Forms({("p", k): (None, "float32") for k in ("weight", "exp_avg", "master")})
+    a, b = (Record([2.0], ["l"], [1.0], [[0.1]], {"p": p}) for p in (own, native))
+    left, right, skipped = aligned(a, b, forms, types or {"weight": "float32", "exp_avg": "float32"})
+    found = compare(left, right, Measure("float32", exact=False))
+    return {(d["kind"], d["what"]) for d in found.differences}, skipped
+
+
+def test_the_same_is_equal():
+    assert judged(one(), one()) == (set(), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"before": {"weight": "other", "exp_avg": "m"}}, {("weight", "value")}),
+        ({"before": {"weight": "w"}}, {("exp_avg", "only-in-a")}),
+        ({"step_before": 2.0}, {("step", "value")}),
+        ({"settings": {"lr": 0.2}}, {("group", "value")}),
+        ({"gradient_norms": [1.1]}, {("gradient", "value")}),
+        (
+            {"after": {"weight": "y", "exp_avg": "n"}, "samples": {"weight": [1.0, 2.1], "exp_avg": [0.5, 0.25]}},
+            {("updated weight", "value")},
+        ),
+        ({"after": {"weight": "y", "exp_avg": "n"}, "samples": {"weight": [1.0, 2.0], "exp_avg": [0.5, 0.25]}}, set()),
+    ],
+)
+def test_what_a_framework_made_otherwise_is_found(changes, found):
+    assert judged(one(), one(**changes))[0] == found
+
+
+def test_a_framework_without_masters_of_float32_weights_has_the_weight_as_its_master():
+    own = one(before={"weight": "w", "master": "w", "exp_avg": "m"})
+    assert judged(own, one()) == (set(), {})
+    assert judged(one(before={"weight": "w", "master": "z", "exp_avg": "m"}), one())[0] == {("master", "value")}
+
+
+def test_what_cannot_be_compared_is_counted():
+    found, skipped = judged(
+        one(), one(before={"weight": "other", "exp_avg": "m"}), {"weight": "bfloat16", "exp_avg": "float32"}
+    )
+    assert (found, skipped) == (set(), {"weight as loaded": 1})
+    assert judged(one(), one(step_before=None)) == (set(), {"step counts": 1})
+    assert judged(one(), one(settings={})) == (set(), {"group settings": 1})
+
+
+# ---- real frameworks
+
+
+NEEDS = {"deepspeed": "deepspeed", "trainer": "accelerate", "lightning_ckpt": "lightning"}
+
+
+@needs_torch
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "layout", ["torch/fsdp2_dp2_dcp", "torch/trainer", "torch/lightning_ckpt", "deepspeed/zero1-dp2-bf16"]
+)
+def test_the_real_framework_goes_on_as_its_run_did_and_as_verify_does(layout, tmp_path):
+    for word, module in NEEDS.items():
+        if word in layout and importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs {module}")
+    what = operations.Verification(
+        steps=2, batch=operations.Batches(file=reference_batch(tmp_path, 4, 5)), device="cpu", native=True
+    )
+    found = operations.verify_training(ckpt(layout), None, what, reading_of(layout))
+    native = found["native"]["a"]
+    assert native["losses"] == pytest.approx(recorded(layout)[:2], abs=2e-5 if "bf16" not in layout else 2e-4)
+    assert native["differences"] == []
+    assert found["native"]["equal"]
+    assert native["compared"]["weight"] == native["compared"]["exp_avg"] == found["parameters"]
+    assert native["pickles"]["clean"]
+
+
+@needs_torch
+@pytest.mark.real
+def test_two_checkpoints_of_one_layout_are_equal_bit_for_bit_and_one_of_other_numbers_is_not(tmp_path):
+    source, layout = ckpt("torch/plain_zip"), "torch/plain_zip"
+    config = reading_of(layout).model_config
+    operations.convert(
+        source, tmp_path / "same.pt", operations.Conversion(to="torch", index_keys=True), reading_of(layout)
+    )
+    import torch
+
+    saved = torch.load(tmp_path / "same.pt", weights_only=True)  # noqa: TID251
+    saved["optimizer"]["state"][0]["exp_avg"].view(-1)[7] += 1e-3
+    torch.save(saved, tmp_path / "other.pt")
+    what = operations.Verification(batch=operations.Batches(rows=2, columns=8), device="cpu", native=True, clip=0.0)
+    reading = operations.Reading(model_config=config)
+    same = operations.verify_training(source, tmp_path / "same.pt", what, reading)
+    assert same["native"]["between"]["tolerance"]["mode"] == "bits"
+    assert (same["equal"], same["native"]["equal"], same["native"]["between"]["differences"]) == (True, True, [])
+    other = operations.verify_training(source, tmp_path / "other.pt", what, reading)
+    assert (other["equal"], other["native"]["between"]["equal"]) == (False, False)
+    names = {d["name"] for d in other["native"]["between"]["differences"]}
+    assert names == {"model.embed_tokens.weight"}
+
+
+def test_the_command_line_refuses_a_picture_of_nothing(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "ckptctl",
+        "verify",
+        str(ckpt("torch/trainer")),
+        "--output",
+        f"png={tmp_path / 'x.png'}",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--recompute" in done.stderr
