@@ -91,16 +91,67 @@ def step(run: Run, made: TorchTree, name: str) -> Tree:
 
 
 def scaling(run: Run) -> dict[str, Tree]:
-    """Loss scale and overflow: DeepSpeed's own object, of the source's class where it has one."""
+    """Loss scale and overflow: DeepSpeed's own object, as the source has it.
+
+    Where the source has none, what a run in bfloat16 or float32 has; of float16 nothing up to stage 2, so that the run
+    that loads keeps its own, and at stage 3, which wants one, a dynamic one at its beginning.
+    Source: DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py; runtime/zero/stage_1_and_2.py, _load_global_state;
+    runtime/zero/stage3.py, _rigid_load_state_dict.
+    """
     own = run.own.get("loss_scaler")
-    name, inner = "LossScaler", {"cur_scale": float(run.own.get("cur_scale", 1.0)), "dynamic": False}
+    known = "cur_scale" in run.own  # by a wrapper of stage 0
+    dynamic = bool(run.own.get("dynamic_loss_scale", False))
     if isinstance(own, dict) and str(own.get("class", "")).startswith(_LOSS):
         name, inner = str(own["class"]).rpartition(".")[2], {k: v for k, v in own.items() if k != "class"}
+    elif (known and dynamic) or (not known and run.dtype == "float16"):
+        if not known and run.stage != 3:
+            return {}
+        name, inner, dynamic = "DynamicLossScaler", _dynamic(run), True
+    else:
+        name, inner = "LossScaler", {"cur_scale": float(run.own.get("cur_scale", 1.0)), "dynamic": False}
     return {
         "loss_scaler": Record(Global(_LOSS, name), (), "newobj", state=inner, has_state=True),
-        "dynamic_loss_scale": bool(run.own.get("dynamic_loss_scale", False)),
+        "dynamic_loss_scale": dynamic,
         "overflow": bool(run.own.get("overflow", False)),
     }
+
+
+def _dynamic(run: Run) -> dict[str, Tree]:
+    """A dynamic loss scaler's attributes: what a wrapper of stage 0 counted, the configuration's, DeepSpeed's own.
+
+    Source: DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py, DynamicLossScaler; runtime/fp16/unfused_optimizer.py,
+    state_dict; runtime/precision_config.py, DeepSpeedFP16Config.
+    """
+    section, counted = run.config.get("fp16"), run.own
+
+    def said(name: str, default: int) -> int:
+        value = section.get(name) if isinstance(section, dict) else None
+        return value if type(value) is int and 0 <= value < 1 << 31 else default
+
+    delay, power = said("hysteresis", 2), min(64, said("initial_scale_power", 16))
+    return {
+        "cur_scale": counted.get("cur_scale", float(1 << power)),
+        "cur_iter": counted.get("cur_iter", 0),
+        "last_overflow_iter": counted.get("last_overflow_iter", -1),
+        "scale_factor": counted.get("scale_factor", 2.0),
+        "scale_window": counted.get("scale_window", said("loss_scale_window", 1000)),
+        "min_scale": said("min_loss_scale", 1),
+        "delayed_shift": delay,
+        "cur_hysteresis": delay,
+        "consecutive_hysteresis": isinstance(section, dict) and section.get("consecutive_hysteresis") is True,
+        "raise_error_at_min_scale": True,
+        "dynamic": True,
+        "dtype": Global("torch", "float16"),
+    }
+
+
+def clipping(run: Run) -> dict[str, Tree]:
+    """The largest norm of gradients: only the source's own, since what a file says goes before the configuration.
+
+    Files of stages 0 and 3 do not say it. Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _load_global_state.
+    """
+    own = run.own.get("clip_grad")
+    return {} if own is None else {"clip_grad": own}
 
 
 def stage_enum(stage: int) -> Record:

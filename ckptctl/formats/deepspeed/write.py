@@ -90,7 +90,7 @@ def _shard(run: Run, rank: int, made: TorchTree) -> Tree:
     else:
         inner = {
             **flats.scaling(run),
-            "clip_grad": run.own.get("clip_grad", 0.0),
+            **flats.clipping(run),
             "base_optimizer_state": base,
             "single_partition_of_fp32_groups": masters,
             "zero_stage": flats.stage_enum(run.stage),

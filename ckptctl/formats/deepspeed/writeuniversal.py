@@ -89,7 +89,7 @@ def _settings(run: Run, made: TorchTree) -> Tree:
     """What ds_to_universal leaves of a rank's file: everything but its flat tensors."""
     out = {
         **flats.scaling(run),
-        "clip_grad": run.own.get("clip_grad", 0.0),
+        **flats.clipping(run),
         "zero_stage": flats.stage_enum(run.stage),
         "partition_count": [run.dp] * len(run.groups),
         "ds_version": run.version,

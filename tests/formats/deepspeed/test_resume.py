@@ -22,8 +22,8 @@ from tests.support.commands import good
 
 SCRIPT = Path(__file__).parents[2] / "support" / "deepspeed_runs.py"
 FULL = os.environ.get("CKPTCTL_FULL", "")
-ACROSS = {"fp32": 2e-6, "bf16": 2e-2}
-"""Allowed difference of a loss where something else than the layout changed: the number of ranks, of which three's mean
+ACROSS = {"fp32": 2e-6, "bf16": 2e-3}
+"""Allowed difference of a loss, of itself, where something else than the layout changed: the number of ranks, of which three's mean
 is rounded, or the way that a stage computes."""
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -91,7 +91,7 @@ def differences(source: tuple[str, int, str, int], target: tuple[str, int], was:
     own = universal and (source[1] == 3)
     if now["settings"] != was["settings"] and not own:
         out.append(f"settings {now['settings']}, not {was['settings']}")
-    gap = max(abs(a - b) for a, b in zip(was["losses"], now["losses"], strict=True))
+    gap = max(abs(a - b) / a for a, b in zip(was["losses"], now["losses"], strict=True))
     if gap > ACROSS[source[2]] and not (own and source[0] != "one"):
         out.append(f"losses {now['losses']}, not {was['losses']}")
     only_layout = to_stage(source, target) == source[1] and {source[3], target[1]} <= {1, 2, 4}

@@ -11,6 +11,7 @@ from tests.formats.deepspeed.test_read import config_of, source
 from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
 
+MOST = "deepspeed/zero1-dp2-bf16"
 NAMES = [
     "deepspeed/zero0-dp2-bf16",
     "deepspeed/zero1-dp2-bf16",
@@ -64,6 +65,40 @@ def test_what_a_run_goes_on_with_is_carried(tmp_path):
         assert scaler == old.checkpoint.values["deepspeed"]["loss_scaler"]
         config = new.checkpoint.values["deepspeed"]["ds_config"]
         assert config["zero_optimization"]["stage"] == 3
+
+
+def scaler(path):
+    with ckptctl.open(path) as view:
+        return view.checkpoint.values["deepspeed"].get("loss_scaler")
+
+
+@pytest.mark.real
+def test_a_whole_optimizer_s_dynamic_loss_scale_stays_dynamic(tmp_path):
+    good("reshard", source("deepspeed/zero0-dp1-fp16"), tmp_path / "a", "--zero-stage", "2", "--dp", "2")
+    # The same run's at stage 2, as DeepSpeed itself has it after as many steps.
+    assert scaler(tmp_path / "a") == scaler(source("deepspeed/zero2-dp2-fp16"))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("words", [["--zero-stage", "1"], ["--zero-stage", "2"], ["--universal"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("name", "clip"), [("deepspeed/zero0-dp2-bf16", None), ("deepspeed/zero3-dp2-bf16-qwen2-tied", None), (MOST, 0.0)]
+)
+def test_clipping_is_the_source_s_or_the_configuration_s(name, clip, words, tmp_path):
+    """A file's clip_grad goes before the configuration of the run that loads it: one that is made up turns it off."""
+    good("reshard", source(name), tmp_path / "a", *words)
+    with ckptctl.open(tmp_path / "a") as view:
+        assert view.checkpoint.values["deepspeed"].get("clip_grad") == clip
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("stage", "said"), [("2", None), ("3", "DynamicLossScaler")])
+def test_float16_without_a_loss_scale_is_left_to_the_run(stage, said, tmp_path):
+    a = source("torch/hsdp_2x2_dcp") / "ckpt"
+    words = ["--model-config", config_of("torch/hsdp_2x2_dcp"), "--dtype", "float16", "--weights", "master"]
+    good("convert", a, tmp_path / "a", "--to", "deepspeed", "--zero-stage", stage, *words)
+    found = scaler(tmp_path / "a")
+    assert found is None if said is None else found["class"].endswith(said)
 
 
 MOE = "deepspeed/moe-ep2-dp4-zero2-bf16"
