@@ -23,8 +23,8 @@ from tests.support.commands import good
 SCRIPT = Path(__file__).parents[2] / "support" / "deepspeed_runs.py"
 FULL = os.environ.get("CKPTCTL_FULL", "")
 ACROSS = {"fp32": 2e-6, "bf16": 2e-3}
-"""Allowed difference of a loss, of itself, where something else than the layout changed: the number of ranks, of which three's mean
-is rounded, or the way that a stage computes."""
+"""Allowed difference of a loss, as a part of it, where something else than the layout changed: the number of ranks, of
+which three's mean is rounded, or the way that a stage computes."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one": {"groups": "one"},
