@@ -193,13 +193,18 @@ def open(
     param_order: str | Path | None = None,
     module: str | None = None,
     key_map: str | Path | None = None,
+    replica: str | None = None,
+    verify_replicas: bool = False,
 ) -> CheckpointView:
     """Open a checkpoint of any format that is read. Reads headers only; Unsafe where a pickle in it would run code.
 
     A path may be an address on the Hub, hf://owner/name[@revision][/path]: values are read from there when asked for.
     """
     checkpoint, _ = operations.open_checkpoint(
-        near(path), operations.Reading(model_config, format, step, param_order, module, key_map)
+        near(path),
+        operations.Reading(
+            model_config, format, step, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
+        ),
     )
     require_safe(checkpoint)
     return CheckpointView(checkpoint)
@@ -219,6 +224,8 @@ def convert(
     param_order: str | Path | None = None,
     module: str | None = None,
     key_map: str | Path | None = None,
+    replica: str | None = None,
+    verify_replicas: bool = False,
     memory: str = "512MiB",
     jobs: int = 0,
     overwrite: bool = False,
@@ -233,7 +240,9 @@ def convert(
     max_shard_size, dp,
     index_keys, bare, names, merge_adapter, module_prefix. TypeError for one that does not exist.
     """
-    reading = operations.Reading(model_config, param_order=param_order, module=module, key_map=key_map)
+    reading = operations.Reading(
+        model_config, None, None, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
+    )
     running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
     return operations.convert(src, dst, operations.Conversion(to, **flags), reading, running, progress=progress)
 

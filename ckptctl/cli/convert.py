@@ -96,6 +96,8 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         layer_names: options.LAYER_NAMES = None,
         dry_run: options.DRY_RUN = False,
         plan_out: options.PLAN_OUT = None,
@@ -112,7 +114,17 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Convert a checkpoint into another format, with its training state, bit for bit unless a cast is asked for."""
-        reading = operations.Reading(model_config, from_, step, param_order, module, key_map, layer_names)
+        reading = operations.Reading(
+            model_config,
+            from_,
+            step,
+            param_order,
+            module,
+            key_map,
+            layer_names,
+            replica=replica,
+            verify_replicas=verify_replicas,
+        )
         wanted = operations.Conversion(
             to=to,
             dtype=dtype,

@@ -39,6 +39,8 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         layer_names: options.LAYER_NAMES = None,
         memory: options.MEMORY = "512MiB",
         output: options.HTML = None,
@@ -47,7 +49,17 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Compare two checkpoints by value, across formats and layouts. Exit 0 equal, 1 different."""
-        reading = operations.Reading(model_config, None, None, param_order, module, key_map, layer_names)
+        reading = operations.Reading(
+            model_config,
+            None,
+            None,
+            param_order,
+            module,
+            key_map,
+            layer_names,
+            replica=replica,
+            verify_replicas=verify_replicas,
+        )
         pages = report.html_files(output or ())
         what = operations.Comparison(
             weights=weights,

@@ -25,13 +25,25 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         layer_names: options.LAYER_NAMES = None,
     ) -> int:
         """Show what a checkpoint holds: format, layout, tensors, training state, what is missing.
 
         Reads headers only.
         """
-        reading = operations.Reading(model_config, from_, step, param_order, module, key_map, layer_names)
+        reading = operations.Reading(
+            model_config,
+            from_,
+            step,
+            param_order,
+            module,
+            key_map,
+            layer_names,
+            replica=replica,
+            verify_replicas=verify_replicas,
+        )
         pages = report.html_files(output or ())
         document = operations.inspect(path, reading, tensors=tensors or bool(pages))
         report.write_pages(document, pages)

@@ -28,9 +28,21 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         layer_names: options.LAYER_NAMES = None,
     ) -> int:
         """List tensors: name, kind, type, shape, bytes, pieces. Reads headers only."""
-        reading = operations.Reading(model_config, from_, step, param_order, module, key_map, layer_names)
+        reading = operations.Reading(
+            model_config,
+            from_,
+            step,
+            param_order,
+            module,
+            key_map,
+            layer_names,
+            replica=replica,
+            verify_replicas=verify_replicas,
+        )
         report.show(operations.ls(path, pattern, reading, kinds=tuple(kind or ())), as_json=json)
         return 0

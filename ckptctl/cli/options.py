@@ -54,6 +54,17 @@ LAYER_NAMES = Annotated[
         metavar="FILE",
     ),
 ]
+REPLICA = Annotated[
+    str | None,
+    typer.Option(
+        "--replica",
+        help="Whose copy is taken where ranks hold different ones of a tensor: first or last. An error otherwise.",
+        metavar="WHICH",
+    ),
+]
+VERIFY_REPLICAS = Annotated[
+    bool, typer.Option("--verify-replicas", help="Read and compare all copies of what several ranks hold.")
+]
 ONLY = Annotated[
     list[str] | None,
     typer.Option("--only", help="Take only tensors whose name matches. May be given several times.", metavar="GLOB"),

@@ -84,6 +84,8 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         dry_run: Annotated[
             bool, typer.Option("--dry-run", help="Say what would be sent; nothing is written here or on the Hub.")
         ] = False,
@@ -95,7 +97,9 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Push a checkpoint to the Hugging Face Hub: checked, converted, with a card, whole, and compared after."""
-        reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
+        reading = operations.Reading(
+            model_config, from_, step, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
+        )
         wanted = operations.Push(
             repo,
             revision,

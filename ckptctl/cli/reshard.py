@@ -40,6 +40,8 @@ def add(app: typer.Typer) -> None:
         ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         layer_names: options.LAYER_NAMES = None,
         dry_run: options.DRY_RUN = False,
         plan_out: options.PLAN_OUT = None,
@@ -59,7 +61,15 @@ def add(app: typer.Typer) -> None:
 
         DCP over another number of ranks, Hugging Face in files of another size.
         """
-        reading = operations.Reading(model_config, from_, step, param_order, layer_names=layer_names)
+        reading = operations.Reading(
+            model_config,
+            from_,
+            step,
+            param_order,
+            layer_names=layer_names,
+            replica=replica,
+            verify_replicas=verify_replicas,
+        )
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:
             result = operations.reshard(

@@ -47,11 +47,23 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         layer_names: options.LAYER_NAMES = None,
         memory: options.MEMORY = "512MiB",
     ) -> int:
         """Show one tensor's values and statistics, or a value of the training state."""
-        reading = operations.Reading(model_config, from_, step, param_order, module, key_map, layer_names)
+        reading = operations.Reading(
+            model_config,
+            from_,
+            step,
+            param_order,
+            module,
+            key_map,
+            layer_names,
+            replica=replica,
+            verify_replicas=verify_replicas,
+        )
         result = operations.show(path, name, reading, kind=kind, selection=slice_, stats=stats, npy=npy, memory=memory)
         report.show(result, as_json=json)
         return 0

@@ -46,6 +46,8 @@ def add(app: typer.Typer) -> None:
         ] = None,
         step: options.STEP = None,
         param_order: options.PARAM_ORDER = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         dry_run: options.DRY_RUN = False,
         overwrite: options.OVERWRITE = False,
         resume: options.RESUME = False,
@@ -60,7 +62,9 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Write a checkpoint without parts of it, in its own format: the weights alone by default."""
-        reading = operations.Reading(model_config, from_, step, param_order)
+        reading = operations.Reading(
+            model_config, from_, step, param_order, replica=replica, verify_replicas=verify_replicas
+        )
         running = operations.Running(dry_run, None, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:
             result = operations.strip(

@@ -79,6 +79,8 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         memory: options.MEMORY = "256MiB",
         jobs: options.JOBS = 0,
         quiet: options.QUIET = False,
@@ -86,7 +88,9 @@ def add(app: typer.Typer) -> None:
     ) -> int:
         """Tell whether checkpoints are intact, safe, and can be resumed from. Changes nothing, runs nothing."""
         wanted = report.outputs([*(output or ()), *(["json"] if json else [])])
-        reading = operations.Reading(model_config, from_, step, param_order, module, key_map)
+        reading = operations.Reading(
+            model_config, from_, step, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
+        )
         what = operations.Validation(
             level, checksums, against, tuple(select or ()), tuple(ignore or ()), fail_on, baseline, resumable
         )

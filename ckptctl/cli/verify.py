@@ -103,6 +103,8 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         module: options.MODULE = None,
         key_map: options.KEY_MAP = None,
+        replica: options.REPLICA = None,
+        verify_replicas: options.VERIFY_REPLICAS = False,
         memory: options.MEMORY = "512MiB",
         json: options.JSON = False,
         quiet: options.QUIET = False,
@@ -110,7 +112,9 @@ def add(app: typer.Typer) -> None:
     ) -> int:
         """Train the next step from a checkpoint, or two, and compare. Exit 0 equal, 1 not. Needs ckptctl[verify]."""
         files = report.verify_files(output or (), has_picture=recompute is not None or find_max_batch)
-        reading = operations.Reading(model_config, None, None, param_order, module, key_map)
+        reading = operations.Reading(
+            model_config, None, None, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
+        )
         what = operations.Verification(
             steps=steps,
             batch=operations.Batches(batch, data, tokenizer, batch_size, seq_len, seed),

@@ -38,12 +38,16 @@ class Hints:
 
     module: which part of several it is about, by name; "" takes names as they are, None decides by what is there.
     layer_names: what a pipeline's layers, which have numbers, are called.
+    replica: which copy of a tensor that several ranks hold is taken where they differ: "first" or "last"; "": none, it
+    is an error. verify_replicas: large copies without a checksum are read and compared, too.
     """
 
     facts: Facts = field(default_factory=Facts)
     param_order: tuple[str, ...] = ()
     module: str | None = None
     layer_names: Mapping[str, str] = field(default_factory=dict)
+    replica: str = ""
+    verify_replicas: bool = False
 
 
 class Reader(Protocol):

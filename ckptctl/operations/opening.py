@@ -15,6 +15,7 @@ from ckptctl.formats.bytesource import read_whole
 from ckptctl.names import quantized_by_names
 from ckptctl.names.keymap import KeyMap, key_map, recipes_of
 from ckptctl.operations.elsewhere import refuse_address
+from ckptctl.operations.replicas import require_choice, settled
 from ckptctl.remote import places
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Reading:
     module: str | None = None
     key_map: Path | str | None = None
     layer_names: Path | str | None = None
+    replica: str | None = None
+    verify_replicas: bool = False
 
 
 def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[Checkpoint, formats.Evidence]:
@@ -44,6 +47,7 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     """
     reading = reading or Reading()
     refuse_address(path)
+    require_choice(reading.replica)
     path = Path(path)
     given = given_config(reading.model_config)
     if reading.format is not None:
@@ -55,9 +59,16 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
         evidence = formats.detect(step_folder(path, reading.step) if path.is_dir() else path)
         reader = formats.reader(evidence.format)
     hints = formats.Hints(
-        given, given_order(reading.param_order), reading.module, given_layers(reading.layer_names, evidence.format)
+        given,
+        given_order(reading.param_order),
+        reading.module,
+        given_layers(reading.layer_names, evidence.format),
+        reading.replica or "",
+        reading.verify_replicas,
     )
     checkpoint = reader.read(evidence.path, hints)
+    if reading.replica is not None or reading.verify_replicas:
+        checkpoint = settled(checkpoint, reading.replica, verify=reading.verify_replicas)
     if given.config is not None:
         checkpoint = replace(checkpoint, facts=given)
     if not checkpoint.quantized:

@@ -218,7 +218,7 @@ class LazyTable(Sequence[PieceTable]):
                     f"two ranks wrote different values of {c.name}",
                     where=files.names[file],
                     why=f"the chunk at {tuple(c.lo[row].tolist())} is another in {files.names[mine.file]}",
-                    fix="which one is right is in no file; --exclude leaves the tensor out",
+                    fix="which one is right is in no file: --replica first or last says whose is taken",
                     code="replicas-differ",
                 )
 

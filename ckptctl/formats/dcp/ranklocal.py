@@ -32,8 +32,8 @@ def ranks_of(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_ranks(folder: Path) -> tuple[Index, dict[str, int]]:
-    """The joined index, and the metadata files by name with their bytes.
+def read_ranks(folder: Path, take: str = "") -> tuple[Index, dict[str, int]]:
+    """The joined index, and the metadata files by name with their bytes. take is Hints.replica.
 
     MissingFile where a rank wrote data and its metadata is not there; Damaged where ranks contradict each other.
     """
@@ -51,7 +51,7 @@ def read_ranks(folder: Path) -> tuple[Index, dict[str, int]]:
     sizes: dict[str, int] = {}
     origin: dict[str, str] = {}
     numbers: dict[str, int] = {}
-    for path in files.values():
+    for path in reversed(files.values()) if take == "last" else files.values():
         with FileBytes(path, name=path.name) as reader:
             index, sizes[path.name] = read_index(reader), reader.nbytes
         local = np.array([numbers.setdefault(name, len(numbers)) for name in index.files], np.int32)
@@ -72,6 +72,9 @@ def read_ranks(folder: Path) -> tuple[Index, dict[str, int]]:
             out.paths.clear()
     out.files = list(numbers)
     out.items = {n: _once(i) if isinstance(i, Chunks) else i for n, i in out.items.items()}
+    if take:
+        out.items = {n: _alone(i) for n, i in out.items.items()}
+        out.warnings.append(f"what several ranks wrote is the {take} rank's, and was not compared (--replica)")
     return out, sizes
 
 
@@ -130,6 +133,11 @@ def _once(c: Chunks) -> Chunks:
         length=c.length[keep],
         copies=copies,
     )
+
+
+def _alone(item: Chunks | ByteItem) -> Chunks | ByteItem:
+    """An item without what other ranks wrote of it."""
+    return replace(item, copies=None) if isinstance(item, Chunks) else replace(item, copies=())
 
 
 def is_rank_local(folder: Path) -> bool:

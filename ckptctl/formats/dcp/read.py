@@ -69,7 +69,7 @@ def detect(path: Path) -> Evidence | None:
 
 def read(path: Path, hints: Hints) -> Checkpoint:
     """The checkpoint in a DCP folder. Damaged where index and files disagree as far as heads tell."""
-    folder = _Folder(path)
+    folder = _Folder(path, hints.replica)
     found = find(folder.nested(), lambda tree: isinstance(tree, Leaf), averages=True)
     for name, leaf in found.model.items():
         folder.add(Key(name), leaf)
@@ -107,9 +107,9 @@ def _variant(folder: _Folder, found: Found) -> str:
 class _Folder:
     """One folder while it is read: its index, its files, and the tensors found so far."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, take: str) -> None:
         self.path = path
-        self.index, self.metadata_nbytes = _index_of(path)
+        self.index, self.metadata_nbytes = _index_of(path, take)
         self.files = DataFiles(path, self.index.files)
         self.heads = Heads(self.files)
         self.has_blobs = place(self.index, self.files)
@@ -198,7 +198,7 @@ class _Folder:
                     f"two ranks wrote different values of {name}",
                     where=file,
                     why="each rank saved by itself (use_collectives=False)",
-                    fix="which one is right is in no file; save it with one metadata for all ranks",
+                    fix="which one is right is in no file: --replica first or last says whose is taken",
                     code="replicas-differ",
                 )
             self.index.warnings.append(f"{name} differs between ranks: the lowest rank's is taken")
@@ -341,10 +341,10 @@ class _Folder:
         return tuple(out)
 
 
-def _index_of(path: Path) -> tuple[Index, dict[str, int]]:
+def _index_of(path: Path, take: str) -> tuple[Index, dict[str, int]]:
     """The index of a folder, and the metadata files that it comes from, with their bytes."""
     if is_rank_local(path):
-        return read_ranks(path)
+        return read_ranks(path, take)
     with FileBytes(path / NAME, name=NAME) as reader:
         index, sizes = read_index(reader), {NAME: reader.nbytes}
     if left := ranks_of(path):

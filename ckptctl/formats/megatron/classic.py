@@ -15,7 +15,7 @@ from ckptctl.core.errors import Damaged, MissingFile
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.megatron import classic_optimizer, model
-from ckptctl.formats.megatron.collect import Span
+from ckptctl.formats.megatron.collect import Span, Whole
 from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.found import Found, require_states
 from ckptctl.formats.megatron.groups import Param, parts_of
@@ -43,7 +43,7 @@ def read(path: Path, hints: Hints) -> Found:
         opened = open_torch(reader)
         facts = replace(_facts(opened), given=hints.facts.config or {})
     facts.require_known()
-    out = Found(facts, "classic")
+    out = Found(facts, "classic", Whole(hints.replica, hints.verify_replicas))
     said: dict[str, Tree] = {}
     for rank, file in by_rank(path, facts).items():
         said[_name(path, file)] = _rank(path, file, rank, out)
@@ -62,8 +62,7 @@ def read(path: Path, hints: Hints) -> Found:
     out.tensors = dict(out.whole.tensors())
     if out.distributed:
         require_states(out, str(path))
-    if out.whole.uncompared:
-        out.warnings.append(f"{out.whole.uncompared} large tensors that several ranks hold alike were not compared")
+    out.warnings += out.whole.warnings()
     return out
 
 

@@ -38,15 +38,23 @@ class Span:
         self.start = base + self._inner
         self.nbytes = ref.numel * ref.dtype.itemsize
 
-    def crc(self, offset: int = 0, numel: int | None = None) -> int | None:
-        """The CRC-32 of elements, by the file's own record where they are all of it; None where they are too many."""
+    def crc(self, offset: int = 0, numel: int | None = None, *, large: bool = False) -> int | None:
+        """The CRC-32 of elements, by the file's own record where they are all of it; None where they are too many.
+
+        large: then they are read, too.
+        """
         item = self.dtype.itemsize
         nbytes = self.nbytes if numel is None else numel * item
         directory = self.opened.directory
         record = directory.record(f"data/{self.ref.storage.key}") if directory is not None else None
         if record is not None and nbytes == record.nbytes == self.nbytes and record.crc:
             return record.crc
-        return crc32(self.reader.read(self._inner + offset * item, nbytes)) if nbytes <= COMPARED_NBYTES else None
+        if nbytes > COMPARED_NBYTES and not large:
+            return None
+        crc, start = 0, self._inner + offset * item
+        for at in range(0, nbytes, COMPARED_NBYTES):
+            crc = crc32(self.reader.read(start + at, min(COMPARED_NBYTES, nbytes - at)), crc)
+        return crc
 
     def elements(self, first: int, numel: int) -> bytes:
         """The bytes of some of its elements."""
@@ -55,9 +63,11 @@ class Span:
 
 
 class Whole:
-    """Tensors by key while ranks' parts are added."""
+    """Tensors by key while ranks' parts are added. take and verify are Hints.replica and .verify_replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, take: str = "", verify: bool = False) -> None:
+        self.take, self.verify = take, verify
+        self._differing: dict[Key, str] = {}
         self._rows: dict[Key, list[Piece]] = {}
         self._again: dict[Key, dict[Hashable, list[Piece]]] = defaultdict(dict)
         self._shapes: dict[Key, tuple[Shape, DType, str]] = {}
@@ -94,19 +104,39 @@ class Whole:
         numel = 1
         for n in place.size:
             numel *= n
-        crc = span.crc(offset, numel)
+        crc = span.crc(offset, numel, large=self.verify)
         if crc is None:
             self.uncompared += 1
             return
         known, where = self._crcs.setdefault((key, place.lo), (crc, span.opened.path))
-        if known != crc:
+        if known != crc and self.take:
+            self._differing.setdefault(key, span.opened.path)
+        elif known != crc:
             raise Damaged(
                 f"{key.name} ({key.kind}) is not the same on all ranks",
                 where=span.opened.path,
                 why=f"every rank has this tensor, and its bytes differ from those in {where}",
-                fix="take all ranks' files from one save; if they are, the run's ranks had drifted apart",
+                fix="take all ranks' files from one save; if they are, the run's ranks had drifted apart, and "
+                "--replica first or last says whose copies are taken",
                 code="replicas-differ",
             )
+
+    def warnings(self) -> list[str]:
+        """What there is to say of copies that differ, or were not compared."""
+        out = []
+        if self._differing:
+            key, where = next(iter(self._differing.items()))
+            others = f" and {len(self._differing) - 1} more" if len(self._differing) > 1 else ""
+            out.append(
+                f"{key.name} ({key.kind}){others} differ between ranks, first in {where}: "
+                f"the {self.take} rank's copy is taken (--replica)"
+            )
+        if self.uncompared:
+            out.append(
+                f"{self.uncompared} large tensors that several ranks hold alike were not compared; "
+                "--verify-replicas does"
+            )
+        return out
 
     def tensors(self) -> Iterator[tuple[Key, Tensor]]:
         """Each tensor. Damaged where the first copy is not whole: a rank's part is missing."""
@@ -128,6 +158,8 @@ class Whole:
                     code="ranks-missing",
                 )
             again = [copy for copy in self._again.get(key, {}).values() if sum(p.numel for p in copy) == want]
+            if self.take == "last" and again:
+                rows, again = again[-1], []
             pieces = (PieceTable.of(rows, dtype.itemsize),)
             replicas = tuple((PieceTable.of(c, dtype.itemsize),) for c in again)
             yield key, Tensor(key, dtype, shape, pieces, replicas, trainable=None)

@@ -22,6 +22,7 @@ from ckptctl.formats.datafiles import DataFiles
 from ckptctl.formats.dcp.items import Heads, LazyTable, read_object
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_index
 from ckptctl.formats.megatron import flat, model, runconfig, zarr
+from ckptctl.formats.megatron.collect import Whole
 from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.found import Found, number_of, require_states
 from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
@@ -62,7 +63,8 @@ def read(path: Path, hints: Hints) -> Found:
     facts, root = _facts(path, root)
     facts = replace(facts, given=hints.facts.config or {})
     facts.require_known()
-    out = Found(facts, "zarr" if arrays else "torch_dist", fused=True)
+    whole = Whole(hints.replica, hints.verify_replicas)
+    out = Found(facts, "zarr" if arrays else "torch_dist", whole, fused=True)
     out.unsafe += [UnsafeGlobal(COMMON, str(f.name), f.why) for f in opened.unsafe]
     out.unknown.update(str(f.name) for f in opened.unknown)
     out.sizes.append((COMMON, nbytes))

@@ -200,7 +200,7 @@ def _part_of_whole(param: Param, group: int, tp_rank: int, mesh: _Mesh) -> Nativ
 
 
 def _objects(index: Index, files: DataFiles, mesh: _Mesh, out: Found) -> dict[Key, Tensor]:
-    whole = Whole()
+    whole = Whole(out.whole.take, out.whole.verify)
     for name, item in index.items.items():
         found = _OBJECT.fullmatch(name)
         if found is None or not isinstance(item, ByteItem):
@@ -229,7 +229,9 @@ def _objects(index: Index, files: DataFiles, mesh: _Mesh, out: Found) -> dict[Ke
             for states_, (of, placed) in zip(flat, buffers, strict=True):
                 span_of = partial(Span, file=item.file, opened=opened, reader=reader, base=item.offset)
                 _object_buffer(states_, of, placed, tp_rank, mesh, span_of, whole)
-    return {k: replace(t, replicas=()) for k, t in whole.tensors()}
+    made = {k: replace(t, replicas=()) for k, t in whole.tensors()}
+    out.warnings += whole.warnings()
+    return made
 
 
 def _object_buffer(

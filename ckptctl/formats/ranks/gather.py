@@ -127,9 +127,10 @@ class Gathered:
                 code="tensor-incomplete",
             )
         replicas = []
+        latest: dict[int, int] = {}
         for number in range(1, int(turn.max(initial=0)) + 1):
-            again = dict(zip(first[turn == number].tolist(), np.flatnonzero(turn == number).tolist(), strict=True))
-            rows = np.array([again.get(row, row) for row in unique.tolist()])
+            latest |= dict(zip(first[turn == number].tolist(), np.flatnonzero(turn == number).tolist(), strict=True))
+            rows = np.array([latest.get(row, row) for row in unique.tolist()])
             replicas.append((self._table(columns[rows]),))
         copies = [Copy(int(first[row]), row) for row in np.flatnonzero(turn > 0).tolist()]
         pieces = (self._table(columns[unique]),)

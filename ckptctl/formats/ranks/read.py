@@ -82,7 +82,7 @@ class _Set(Joined):
             with_copies.close()
 
     def _checkpoint(self, facts: Facts, extras: tuple[File, ...], hints: Hints, data: DataFiles) -> Checkpoint:
-        copies = Copies(data)
+        copies = Copies(data, hints.replica, hints.verify_replicas)
         tensors: dict[Key, Tensor] = {}
         for name, gathered in self.model.items():
             tensors[Key(name)] = self._tensor(Key(name), gathered, copies)
@@ -92,7 +92,14 @@ class _Set(Joined):
                 tensors[Key(name, kind)] = self._tensor(Key(name, kind), value, copies)
         if copies.unread:
             self.warnings.append(
-                f"{copies.unread} parts that several ranks hold were not compared: they are large, and have no checksum"
+                f"{copies.unread} parts that several ranks hold were not compared: they are large, and have no "
+                "checksum; --verify-replicas does"
+            )
+        if copies.differing:
+            key, where = next(iter(copies.differing.items()))
+            self.warnings.append(
+                f"{len(copies.differing)} tensors differ between ranks, {key.name} ({key.kind}) in {where}: the "
+                f"{hints.replica} rank's copy is taken (--replica)"
             )
         values = self.values.done()
         return Checkpoint(
