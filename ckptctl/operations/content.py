@@ -80,10 +80,10 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
 
 def _model_values(source: Checkpoint, wanted: Conversion) -> dict[str, Tree]:
     """What stands among the weights and is no tensor. Unsupported where a target would lose a tensor inside it."""
-    chosen = {n: v for n, v in source.model_values.items() if chosen(n, wanted)}
+    kept = {n: v for n, v in source.model_values.items() if chosen(n, wanted)}
     if not wanted.target.is_folder_of_weights:
-        return chosen
-    for name, value in chosen.items():
+        return kept
+    for name, value in kept.items():
         if holds_array(value):
             raise Unsupported(
                 f"{name} holds a tensor and is none: {wanted.target.called} has no place for it",
