@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 VERSION = "pytorch-lightning_version"
 META = "meta.pt"
-_HEAD_NBYTES = 1 << 20
+_HEAD_NBYTES = 16 << 10
 """How far into a file its mark is looked for: it is the third key of the dict, and the pickle stands first."""
 
 
