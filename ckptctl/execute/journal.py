@@ -91,9 +91,9 @@ def source_marks(job: Job) -> dict[str, dict[str, Json]]:
     out: dict[str, dict[str, Json]] = {}
     for path, (size, mtime) in seen(job.root, paths).items():
         full = job.root / path if path else job.root
-        far = places.at(full)
-        if far is not None:
-            out[path] = {"nbytes": size, "mtime_ns": mtime, "hash": far.identity}
+        identity = places.identity_of(full)
+        if identity:
+            out[path] = {"nbytes": size, "mtime_ns": mtime, "hash": identity}
             continue
         try:
             with full.open("rb") as file:

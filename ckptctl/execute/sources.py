@@ -327,7 +327,7 @@ def _zstd_pieces(feed: Iterator[bytes], known: int, path: str, window_nbytes: in
 
 
 def seen(root: Path, paths: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """(bytes, mtime in ns) of files relative to root.
+    """(bytes, mtime in ns) of files relative to root; 0 ns where a hash tells a file from others.
 
     MissingFile where one is gone, CkptError where one is no regular file.
     """
@@ -342,5 +342,5 @@ def seen(root: Path, paths: Sequence[str]) -> dict[str, tuple[int, int]]:
             raise CkptError(
                 "the source names something that is no regular file", where=os.fspath(full), code="read-failed"
             )
-        out[path] = (status.st_size, status.st_mtime_ns)
+        out[path] = (status.st_size, 0 if places.identity_of(full) else status.st_mtime_ns)
     return out

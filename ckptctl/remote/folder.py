@@ -32,7 +32,7 @@ _LEAST_NBYTES = 4 << 10
 """Bytes that are read at once elsewhere."""
 _KEPT_NBYTES = 16 << 20
 """Reads up to this size are kept ..."""
-_CACHE_NBYTES = 1 << 30
+_CACHE_NBYTES = 256 << 20
 """... until so many bytes are, together."""
 _AHEAD = 64
 """Files of one series whose heads are fetched ahead."""
@@ -193,6 +193,7 @@ class Folder:
         self._cached = 0
         self._lock = threading.Lock()
         self._files: dict[str, Kept] = {}
+        self._identities: dict[str, str] = {}
         self._queue: deque[Callable[[], None]] = deque()
         self._asked: set[Callable[[], None]] = set()
         self._fetchers = 0
@@ -215,6 +216,7 @@ class Folder:
                 code="hub-answer",
             )
         full = Path(self.root, file.path)
+        self._identities[file.path] = file.identity
         try:
             full.parent.mkdir(parents=True, exist_ok=True)
             if file.local:
@@ -240,6 +242,10 @@ class Folder:
     def at(self, name: str) -> Kept | None:
         """The file whose placeholder is root/name."""
         return self._files.get(name)
+
+    def identity(self, name: str) -> str:
+        """The hash of the content of root/name."""
+        return self._identities.get(name, "")
 
     def cached(self, at: int, n: int) -> bytes:
         """Bytes that cache() took."""

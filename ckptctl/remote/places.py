@@ -72,6 +72,9 @@ class Placed(Protocol):
     def at(self, name: str) -> Elsewhere | None:
         """The file whose placeholder is root/name; None for what is there as it is."""
 
+    def identity(self, name: str) -> str:
+        """The hash of the content of root/name, whether it is a placeholder or a copy; "" for a folder."""
+
 
 _folders: dict[str, Placed] = {}
 _lock = Lock()
@@ -106,6 +109,12 @@ def address_of(path: str | os.PathLike[str]) -> str:
     """The address of what has its placeholder at a path, "" for any other path."""
     found = _below(os.fspath(path)) if _folders else None
     return "" if found is None else found[0].shown + (f"/{found[1]}" if found[1] else "")
+
+
+def identity_of(path: str | os.PathLike[str]) -> str:
+    """The content's hash of a file that is elsewhere, a copy of which may be here; "" for any other path."""
+    found = _below(os.fspath(path)) if _folders else None
+    return found[0].identity(found[1]) if found is not None else ""
 
 
 def shown(text: str) -> str:

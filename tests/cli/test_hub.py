@@ -15,6 +15,7 @@ from ckptctl.remote import ranges
 from tests.support.checkpoints import ckpt
 from tests.support.commands import ckptctl as command
 from tests.support.hub_reading import hub, safetensors, sharded, written  # noqa: F401 (a fixture)
+from tests.support.saving import torch_bytes
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -358,6 +359,54 @@ def test_files_in_the_hubs_cache_are_read_there_where_the_commit_is_the_same(hub
     hub.add("model", "org/name", {"README.md": b"# new"})
     assert command("validate", "hf://org/name", "--json").code == 0
     assert hub.asked("GET", "/content/")
+
+
+def test_a_conversion_goes_on_whether_the_hubs_cache_has_the_files_by_then_or_not(hub, tmp_path):  # noqa: F811
+    from huggingface_hub import snapshot_download
+
+    files = sharded(3, 4096)
+    hub.add("model", "org/name", files)
+    line = [
+        "convert",
+        "hf://org/name",
+        str(tmp_path / "out"),
+        "--to",
+        "hf",
+        "--jobs",
+        "1",
+        "--memory",
+        "32MiB",
+        "--json",
+    ]
+    assert command("inspect", "hf://org/name").code == 0
+    third = hub.state.repo("model", "org/name").find("main").tree["model-00003-of-00003.safetensors"]
+    hub.fail("GET", f"model-00003|/content/{third.sha256}", 404, times=99)
+    assert command(*line).code == 3
+    hub.faults.clear()
+    snapshot_download("org/name")
+    adapter.forget()
+    hub.requests.clear()
+    done = command(*line, "--resume")
+    assert done.code == 0, done.out
+    assert done.json["result"]["resumed_bytes"]
+    assert not hub.sent
+    assert command("diff", str(written(files, tmp_path / "here")), str(tmp_path / "out")).code == 0
+
+
+def test_large_torch_files_are_read_by_their_directories_and_pickles(hub, tmp_path):  # noqa: F811
+    rng = np.random.default_rng(3)
+    state = {f"layers.{i}.weight": rng.standard_normal((300, 256), np.float32) for i in range(20)}
+    data = torch_bytes(state)
+    hub.add("model", "org/name", {"pytorch_model.bin": data, "config.json": b"{}"})
+    hub.latency = 0.01
+    assert len(data) > 6_000_000
+    done = command("inspect", "hf://org/name", "--tensors", "--json")
+    assert done.code == 0, done.out
+    assert len(done.json["tensors"]) == 20
+    assert hub.sent < 400_000
+    with ckptctl.open("hf://org/name") as checkpoint:
+        assert checkpoint["layers.7.weight"][5].tobytes() == state["layers.7.weight"][5].tobytes()
+    assert hub.sent < 600_000
 
 
 def test_what_the_cache_holds_in_part_is_not_taken(hub):  # noqa: F811

@@ -174,8 +174,7 @@ def _unlike_bytes(a: FileBytes, b: FileBytes) -> str:
 
 def _listed_hash(path: Path) -> str:
     """The hash that the Hub lists for a file there, "" for a file of this machine."""
-    far = places.at(path)
-    return far.identity if far is not None else ""
+    return places.identity_of(path)
 
 
 def _unlike_hashes(a: FileBytes, b: FileBytes, here: str, there: str) -> str:
