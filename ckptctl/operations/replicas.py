@@ -44,8 +44,10 @@ def settled(checkpoint: Checkpoint, replica: str | None, *, verify: bool) -> Che
             code="replicas-differ",
         )
     told = list(checkpoint.warnings)
-    if verify:
+    if verify and several:
         told.append(f"--verify-replicas: all copies of {len(several)} tensors were compared, {len(differing)} differ")
+    elif verify and not any(w.startswith("--verify-replicas") for w in told):
+        told.append("--verify-replicas: there are no copies but those that are compared whenever this format is read")
     if replica == "last":
         moved = {k: replace(t, pieces=t.replicas[-1], replicas=()) for k, t in several.items()}
         return replace(checkpoint, tensors={**checkpoint.tensors, **moved}, warnings=tuple(told))

@@ -136,6 +136,8 @@ def test_norms_of_tensor_parallel_ranks(tmp_path):
     )
     assert error["code"] == "replicas-differ"
     assert "--replica" in error["fix"]
+    _, warnings = values(tmp_path / "run", norm, model_config=config, replica="first", verify_replicas=True)
+    assert any(w.startswith("--verify-replicas: ") and "1 tensors differ" in w for w in warnings)
     for which, want in (("first", before), ("last", other)):
         got, warnings = values(tmp_path / "run", norm, model_config=config, replica=which)
         assert got.tobytes() == want.tobytes()
@@ -157,6 +159,11 @@ def test_a_choice_that_is_none_is_wrong_usage(tmp_path):
     ):
         error = refused(*line_, "--replica", "third", code=2)
         assert "first" in error["fix"]
+
+
+def test_where_nothing_has_copies_that_is_said():
+    _, warnings = values(ckpt("hf/llama-single"), "lm_head.weight", verify_replicas=True)
+    assert any("there are no copies but" in w for w in warnings)
 
 
 def test_every_command_that_reads_takes_the_choice(tmp_path):

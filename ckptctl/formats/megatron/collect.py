@@ -72,8 +72,8 @@ class Whole:
         self._again: dict[Key, dict[Hashable, list[Piece]]] = defaultdict(dict)
         self._shapes: dict[Key, tuple[Shape, DType, str]] = {}
         self._crcs: dict[tuple[Key, Shape], tuple[int, str]] = {}
-        self.uncompared = 0
-        """Replicas that were too large to be compared."""
+        self.compared = self.uncompared = 0
+        """Parts that were compared with another rank's, and those that were too large to be."""
 
     def put(
         self, place: Place, kind: str, span: Span, copy: Hashable = None, *, offset: int = 0, compare: bool
@@ -108,6 +108,7 @@ class Whole:
         if crc is None:
             self.uncompared += 1
             return
+        self.compared += 1
         known, where = self._crcs.setdefault((key, place.lo), (crc, span.opened.path))
         if known != crc and self.take:
             self._differing.setdefault(key, span.opened.path)
@@ -130,6 +131,11 @@ class Whole:
             out.append(
                 f"{key.name} ({key.kind}){others} differ between ranks, first in {where}: "
                 f"the {self.take} rank's copy is taken (--replica)"
+            )
+        if self.verify:
+            out.append(
+                f"--verify-replicas: {self.compared} parts that ranks hold alike were compared, {len(self._differing)} "
+                "tensors differ"
             )
         if self.uncompared:
             out.append(
