@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ckptctl.api import CheckpointView, TensorHandle, convert, diff, inspect, open, reshard, strip, validate
+    from ckptctl.api import CheckpointView, TensorHandle, convert, diff, inspect, open, push, reshard, strip, validate
     from ckptctl.core.errors import CkptError
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "diff",
     "inspect",
     "open",
+    "push",
     "reshard",
     "strip",
     "validate",

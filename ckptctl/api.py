@@ -299,6 +299,29 @@ def strip(
     )
 
 
+def push(
+    src: str | Path,
+    repo: str,
+    *,
+    model_config: str | Path | None = None,
+    step: str | None = None,
+    memory: str = "512MiB",
+    jobs: int = 0,
+    dry_run: bool = False,
+    progress: Callable[[Any], None] | None = None,
+    **flags: Any,
+) -> dict[str, Any]:
+    """What `ckptctl push` does; returns what its `--json` prints.
+
+    flags are those of the command, with underscores: revision, create_pr, private, message, include_state, include,
+    exclude, as_is, keep_last, dtype, weights, max_shard_size, work_dir; check=False for --no-check, kind for
+    --repo-type. TypeError for one that does not exist.
+    """
+    wanted = operations.Push(repo, **flags)
+    running = operations.Running(dry_run=dry_run, jobs=jobs, memory=memory)
+    return operations.push(src, wanted, operations.Reading(model_config, step=step), running, progress=progress)
+
+
 def diff(
     a: str | Path, b: str | Path, *, model_config: str | Path | None = None, memory: str = "512MiB", **flags: Any
 ) -> dict[str, Any]:

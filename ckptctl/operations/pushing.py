@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import CkptError, Usage
+from ckptctl.operations.elsewhere import refuse_address
 from ckptctl.operations.inspecting import inspect
 from ckptctl.operations.opening import Reading, open_checkpoint, require_tensors
 from ckptctl.operations.publishing import Local, Publication, change, hashed
@@ -91,6 +92,7 @@ def push(
     running = running or Running()
     reading = reading or Reading()
     _require(wanted)
+    refuse_address(src)
     repository = Repository(wanted.repo, wanted.kind)
     if wanted.as_is:
         from ckptctl.operations.pushing_steps import push_steps
@@ -167,11 +169,11 @@ def checked_document(
     running: Running,
     progress: Callable[[Any], None] | None,
 ) -> Document | None:
-    """What `validate --level structure` says in short, None with --no-check. CkptError where it finds errors."""
+    """What `validate --level values` says in short, None with --no-check. CkptError where it finds errors."""
     if not wanted.check:
         return None
     alone = Reading(reading.model_config, reading.format, None, reading.param_order, reading.module, reading.key_map)
-    found = validate([path], Validation(), alone, memory=running.memory, jobs=running.jobs, progress=progress)
+    found = validate([path], Validation("values"), alone, memory=running.memory, jobs=running.jobs, progress=progress)
     if not found["ok"]:
         errors = [f for f in found["findings"] if f["severity"] == "error"]
         first = "; ".join(f"{f['code']} {f['what']}" for f in errors[:3])
@@ -179,7 +181,7 @@ def checked_document(
             f"{len(errors)} errors are found, and nothing is pushed",
             where=str(path),
             why=first + ("; ..." if len(errors) > 3 else ""),
-            fix=f"see `ckptctl validate {path}`; --no-check pushes it all the same",
+            fix=f"see `ckptctl validate {path} --level values`; --no-check pushes it all the same",
             code="check-failed",
         )
     return {"level": found["level"], "ok": True, "counts": found["counts"]}

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 _LIGHTNING = re.compile(r"(?:.*[-_=])?step[=_-]?(\d{1,12})(?:-v\d+)?\.ckpt", re.ASCII)
 """Source: lightning 2.6, callbacks/model_checkpoint.py, format_checkpoint_name: `epoch=0-step=100.ckpt`."""
-_LEFT_OUT = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".DS_Store"})
+_HIDDEN = (".metadata", ".gitattributes")
+"""Hidden files that belong to a checkpoint, by how their names begin; others (.env, .cache, .git) stay here."""
 _TRACKER_LIMIT = 4096
 
 
@@ -222,10 +223,10 @@ def _files(path: Path) -> list[Path]:
     out = []
     home = path.resolve().parent
     for folder, names, files in os.walk(path):
-        names[:] = sorted(n for n in names if n not in _LEFT_OUT)
+        names[:] = sorted(n for n in names if not n.startswith(".") and n != "__pycache__")
         for name in sorted(files):
             file = Path(folder, name)
-            if name in _LEFT_OUT or not file.is_file():
+            if (name.startswith(".") and not name.startswith(_HIDDEN)) or not file.is_file():
                 continue
             if file.is_symlink() and home not in file.resolve().parents:
                 raise Unsafe(

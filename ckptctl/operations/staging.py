@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ def _as_it_is(checkpoint: Checkpoint, wanted: Push, reading: Reading) -> Stage |
         plain = formats.reader("hf").read(root, Hints()) if checkpoint.format == "trainer" else checkpoint
     except Unrecognised:
         return None
-    if not plain.variant.startswith(("safetensors", "adapter")) or any(f.path.endswith(".bin") for f in plain.files):
+    if not _is_loadable(plain):
         return None
     if plain.facts.config is None and plain.adapter is None and reading.model_config is not None:
         return None
@@ -138,6 +139,19 @@ def _as_it_is(checkpoint: Checkpoint, wanted: Push, reading: Reading) -> Stage |
     if left:
         lines.append({"part": "training state", "fate": "dropped", "detail": f"left out: {', '.join(left)}"})
     return Stage(root, files, lines, is_trainer=is_trainer, config=plain.facts.config, adapter=plain.adapter)
+
+
+def _is_loadable(plain: Checkpoint) -> bool:
+    """Whether loaders find the weights by their names, in safetensors: one file, or numbered ones and their index."""
+    data = [f.path for f in plain.files if f.role == "data"]
+    if plain.variant == "adapter safetensors":
+        return data == ["adapter_model.safetensors"]
+    if plain.variant.partition(" ")[0] != "safetensors" or plain.variant.endswith(" sharded"):
+        return False
+    if (plain.facts.config or {}).get("transformers_weights"):
+        return True
+    named = all(fnmatchcase(n, "model*.safetensors") for n in data)
+    return named and (len(data) == 1 or any(f.role == "index" for f in plain.files))
 
 
 def _home(src: Path | str, checkpoint: Checkpoint, wanted: Push, how: str) -> Path:

@@ -49,7 +49,7 @@ def metadata(config: Mapping[str, Any] | None, adapter: Mapping[str, Any] | None
         return out
     family = (config or {}).get("model_type")
     if not isinstance(family, str) or not _PLAIN.fullmatch(family):
-        return out
+        return {"tags": ["safetensors"]}
     out["library_name"] = "transformers"
     classes = (config or {}).get("architectures")
     first = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""

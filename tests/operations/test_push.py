@@ -357,6 +357,55 @@ def test_bin_files_become_safetensors(hub):  # noqa: F811
     assert "model.safetensors" in hub.files(REPO)
 
 
+@pytest.mark.parametrize("name", ["hf/llama-dcp-hf-4ranks", "broken/ok-minimal.safetensors"])
+def test_safetensors_that_no_loader_finds_by_name_are_laid_out_again(hub, name):  # noqa: F811
+    good("push", ckpt(name), REPO)
+    assert "model.safetensors" in hub.files(REPO)
+    assert not [n for n in hub.files(REPO) if n.startswith("shard-")]
+
+
+def test_an_adapter_goes_as_it_is_and_its_card_names_the_base(hub, tmp_path):  # noqa: F811
+    folder = tmp_path / "adapter"
+    shutil.copytree(fixture("hf/llama-lora") / "adapter", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "org/base"}))
+    (folder / "README.md").unlink()
+    hub.add("model", REPO, {"adapter_model.bin": b"old", "model.safetensors": b"kept"})
+    good("push", folder, REPO)
+    there = hub.files(REPO)
+    assert set(there) == {"README.md", "adapter_config.json", "adapter_model.safetensors", "model.safetensors"}
+    assert b"base_model: org/base" in there["README.md"]
+    assert [r.status for r in hub.asked("POST", "validate-yaml")] == [200]
+
+
+def test_a_source_on_the_hub_is_refused(hub):  # noqa: F811
+    assert refused("push", "hf://org/a", REPO, code=2)["code"] == "hub-not-here"
+    assert refused("push", "hf://org/a", REPO, "--as-is", code=2)["code"] == "hub-not-here"
+    assert not hub.requests
+
+
+def test_a_pause_longer_than_a_minute_is_not_waited_for(hub, small):  # noqa: F811
+    hub.fail("POST", "/commit/", 429, times=99, words="come back later", headers={"Retry-After": "3600"})
+    error = refused("push", small, REPO, code=5)
+    assert "come back later" in error["why"]
+    assert len(hub.asked("POST", "/commit/")) == 1
+
+
+def test_values_are_checked_too(hub):  # noqa: F811
+    done = document("push", ckpt("broken/nan-weights"), REPO, "--dry-run")
+    assert done["check"]["level"] == "values"
+    assert done["check"]["counts"]["warning"] >= 1
+
+
+def test_from_python(hub, small):  # noqa: F811
+    import ckptctl as package
+
+    assert package.push(small, REPO, private=True, check=False)["sent"]["files"] == 5
+    with pytest.raises(package.CkptError) as caught:
+        package.push(small, REPO, revision="x", create_pr=True)
+    assert caught.value.exit_code == 2
+
+
 def test_flags_that_contradict_each_other_are_refused(hub, small):  # noqa: F811
     for words in (
         ("--create-pr", "--revision", "x"),
@@ -536,6 +585,9 @@ def test_a_damaged_step_stops_the_push_of_a_run(hub, tmp_path):  # noqa: F811
 def test_a_link_that_leaves_a_step_is_refused(hub, tmp_path):  # noqa: F811
     run = run_of(tmp_path / "run", 3, tracker=3)
     (tmp_path / "secret").write_text("key")
+    (run / "global_step3" / ".env").write_text("KEY=1")
+    done = document("push", run, "org/run", "--as-is", "--no-check", "--dry-run")
+    assert not [f for f in done["files"] if ".env" in f["path"]]
     (run / "global_step3" / "extra.pt").symlink_to(tmp_path / "secret")
     assert refused("push", run, "org/run", "--as-is", "--no-check")["code"] == "link-escapes"
 

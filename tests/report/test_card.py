@@ -101,7 +101,7 @@ def test_metadata_say_what_files_say_and_no_licence():
         "pipeline_tag": "text-generation",
         "tags": ["llama"],
     }
-    assert metadata({"model_type": "x: [y"}, None) == {}
+    assert metadata({"model_type": "x: [y"}, None) == {"tags": ["safetensors"]}
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
     assert metadata(None, adapter) == {"library_name": "peft", "base_model": "org/base"}
     assert metadata(None, {**adapter, "base_model_name_or_path": "/home/me/base"}) == {"library_name": "peft"}
