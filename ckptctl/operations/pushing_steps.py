@@ -162,8 +162,17 @@ def _push_one(
 def _run(src: Path) -> _Run:
     if not src.is_dir():
         return _Run(src, {}, {})
-    steps = steps_of(src) or {n: p for p in src.iterdir() if p.is_file() and (n := step_number(p.name)) is not None}
-    return _Run(src, steps, {name: _tracked(src / name) for name in TRACKERS if (src / name).is_file()})
+    named = sorted(p for p in src.iterdir() if _LIGHTNING.fullmatch(p.name))
+    steps = steps_of(src) or {n: p for p in named if (n := step_number(p.name)) is not None}
+    run = _Run(src, steps, {name: _tracked(src / name) for name in TRACKERS if (src / name).is_file()})
+    known = {p.name for p in steps.values()} | run.trackers.keys()
+    others = sorted(p.name for p in src.iterdir() if p.name not in known and not p.name.startswith("."))
+    if others:
+        more = ", ..." if len(others) > 4 else ""
+        run.notes.append(
+            f"{len(others)} entries of the run's folder are no steps, and stay here: {', '.join(others[:4])}{more}"
+        )
+    return run
 
 
 def step_number(name: str) -> int | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +162,37 @@ def test_the_token_stands_in_no_output_no_log_and_no_file(hub, small, tmp_path, 
     assert all(TOKEN.encode() not in data for data in hub.files(REPO).values())
     written = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert all(TOKEN.encode() not in p.read_bytes() for p in written)
+
+
+def test_a_commit_of_somebody_else_meanwhile_stays(hub, small):  # noqa: F811
+    def other(handler):
+        from tests.support.hub_routes import commit
+
+        hub.add("model", REPO, {"theirs.txt": b"theirs"})
+        commit(handler)
+
+    hub.fail("POST", "/commit/", other)
+    good("push", small, REPO)
+    assert hub.files(REPO).pop("theirs.txt") == b"theirs"
+    assert {"model.safetensors.index.json", "README.md"} < set(hub.files(REPO))
+    assert len(hub.asked("POST", "/commit/")) == 2
+
+
+def test_a_conflict_of_a_merge_stops_and_nothing_shows(hub, tmp_path, monkeypatch):  # noqa: F811
+    from ckptctl.operations import publishing
+
+    monkeypatch.setattr(publishing, "COMMIT_FILES", 4)
+
+    def other(handler):
+        from tests.support.hub_routes import merge
+
+        hub.add("model", REPO, {"model.safetensors.index.json": b"{}"})
+        merge(handler)
+
+    hub.fail("POST", "/merge", other)
+    error = refused("push", model(tmp_path / "many", shards=9), REPO)
+    assert "Merge conflict in model.safetensors.index.json" in error["why"]
+    assert set(hub.files(REPO)) == {"model.safetensors.index.json"}
 
 
 def test_a_pull_request_is_left_open_and_found_again(hub, small):  # noqa: F811
@@ -474,6 +508,14 @@ def test_through_xet_storage(tmp_path):
         assert same_but_card(folder, server)
         assert server.asked("GET", "xet-write-token")
         assert not server.asked("PUT", "/content/")
+        script = "import sys, huggingface_hub as h; h.snapshot_download(sys.argv[1], local_dir=sys.argv[2])"
+        words = (sys.executable, "-c", script, REPO, str(tmp_path / "got"))
+        env = {**os.environ, **server.environment(tmp_path / "other", xet=True)}
+        subprocess.run(words, env=env, check=True, capture_output=True)
+        assert server.asked("GET", "xet-read-token")
+        assert not [r for r in server.requests if r.sent and r.path.endswith(".safetensors")]
+        loaded = {k: v for k, v in files_of(tmp_path / "got").items() if k.endswith((".safetensors", ".index.json"))}
+        assert loaded == files_of(folder)
 
 
 def test_other_files_of_a_folder_stay_here(hub, tmp_path):  # noqa: F811
@@ -572,6 +614,32 @@ def test_one_step_of_a_run_and_one_checkpoint_alone(hub, tmp_path):  # noqa: F81
     assert file.is_file()
     good("push", file, "org/file", "--as-is")
     assert hub.files("org/file")[file.name] == file.read_bytes()
+
+
+def test_lightning_s_files_and_folders_are_steps(hub, tmp_path):  # noqa: F811
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(ckpt("torch/lightning_ckpt"), run / "epoch=0-step=3.ckpt")
+    shutil.copytree(ckpt("torch/lightning_fsdp2_dir"), run / "epoch=0-step=20.ckpt")
+    (run / "hparams.yaml").write_text("a: 1")
+    done = document("push", run, "org/run", "--as-is")
+    assert [s["step"] for s in done["steps"]] == [3, 20]
+    assert any("hparams.yaml" in w for w in done["warnings"])
+    assert tops(hub) == ["README.md", "epoch=0-step=20.ckpt", "epoch=0-step=3.ckpt"]
+    assert document("push", run, "org/run", "--as-is", "--keep-last", "1")["deleted"] == ["epoch=0-step=3.ckpt"]
+    assert tops(hub) == ["README.md", "epoch=0-step=20.ckpt"]
+
+
+def test_a_trainer_s_step_without_its_last_file_is_left_out(hub, tmp_path):  # noqa: F811
+    run = tmp_path / "run"
+    shutil.copytree(ckpt("torch/trainer"), run / "checkpoint-3")
+    shutil.copytree(ckpt("torch/trainer"), run / "checkpoint-20")
+    (run / "checkpoint-20" / "trainer_state.json").unlink()
+    done = document("push", run, "org/run", "--as-is")
+    assert any("step 20 is left out" in w for w in done["warnings"])
+    assert tops(hub) == ["README.md", "checkpoint-3"]
+    shutil.rmtree(run / "checkpoint-3")
+    assert refused("push", run, "org/run", "--as-is")["code"] == "unrecognised"
 
 
 def test_a_damaged_step_stops_the_push_of_a_run(hub, tmp_path):  # noqa: F811
