@@ -169,9 +169,7 @@ def _run(src: Path) -> _Run:
     others = sorted(p.name for p in src.iterdir() if p.name not in known and not p.name.startswith("."))
     if others:
         more = ", ..." if len(others) > 4 else ""
-        run.notes.append(
-            f"{len(others)} entries of the run's folder are no steps, and stay here: {', '.join(others[:4])}{more}"
-        )
+        run.notes.append(f"not pushed, for they are no steps of the run: {', '.join(others[:4])}{more}")
     return run
 
 
