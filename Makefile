@@ -2,22 +2,27 @@
 #
 #   make demo    install into a fresh environment and do the main job on a real checkpoint
 #   make test    install with what the tests need, and run them
+#   make test-verify   the same for `ckptctl verify`, with torch and Transformers (TORCH=... for another torch)
 #   make check   all that a pull request needs: style, types, tests
 #   make bench   speed and memory beside `cp` (minutes, several GB of disk); PYTHON_TORCH=... adds torch's own tool
 
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
+TORCH ?= torch==2.13.0
 PIP = -m pip --disable-pip-version-check
 SOURCES := pyproject.toml $(shell find ckptctl -name '*.py' -o -name '*.toml')
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-verify check bench clean
 
 demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python fixtures/demo.py
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest
+
+test-verify: $(VENV)/verify
+	$(VENV)/bin/python -m pytest tests/operations/verify
 
 check: $(VENV)/installed
 	$(VENV)/bin/python -m ruff check .
@@ -31,6 +36,11 @@ bench: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) install --quiet -e '.[dev]'
+	touch $@
+
+$(VENV)/verify: $(VENV)/installed
+	$(VENV)/bin/python $(PIP) install --quiet '$(TORCH)'
+	$(VENV)/bin/python $(PIP) install --quiet -e '.[dev,verify]'
 	touch $@
 
 $(DEMO_VENV)/installed: $(SOURCES)
