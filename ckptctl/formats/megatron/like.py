@@ -1,23 +1,20 @@
 """What a result takes from the run that it is for (`--like`): a Megatron checkpoint of it, or a file of its arguments.
 
-Args and scheduler are read, no tensors. Files of arguments are a JSON object, lines of `name: value`, or the flags as a
-command line has them.
+Args and scheduler are read, no tensors. Files of arguments are a JSON object, YAML, or flags of a command line.
 """
 
 from __future__ import annotations
 
-import ast
 import json
-import math
 import re
 import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.errors import Damaged, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported
+from ckptctl.core.errors import Damaged, MissingFact, MissingFile, Unrecognised, Unsafe
 from ckptctl.core.values import TensorRef
 from ckptctl.formats.bytesource import FileBytes
-from ckptctl.formats.megatron import model, schedule
+from ckptctl.formats.megatron import model, runconfig, schedule, yamltext
 from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.ranks import model_file, rank_folders
 from ckptctl.formats.megatron.read import detect
@@ -33,6 +30,11 @@ _TEXT_LIMIT = 4 << 20
 _OFF = re.compile(r"no_|disable_")
 _OFF_NAMES = {"disable_bias_linear": "add_bias_linear", "no_position_embedding": "add_position_embedding"}
 """Flags that switch something off, where it has another name than the flag without its first word."""
+_PARTS = ("train", "optimizer", "scheduler", "rng")
+"""Sections of a Megatron-Bridge's config whose fields are named as Megatron's arguments.
+
+Source: NVIDIA-NeMo/Megatron-Bridge 067f987, training/config.py.
+"""
 _KEPT = ("no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
 
 
@@ -84,6 +86,9 @@ def _of_checkpoint(path: Path) -> Like:
     root = opened.root
     args = dict(of_namespace(root.get("args"), str(file)).args) if isinstance(root, dict) else {}
     if not args:
+        beside, file_name = runconfig.read_beside(path)
+        if beside is not None:
+            return _of_args(_from_yaml(beside, file_name), file_name, form="torch_dist" if is_dist else "torch")
         raise MissingFact(
             "--like: the checkpoint has no args", where=str(file), fix="give a file of the run's arguments instead"
         )
@@ -119,7 +124,7 @@ def _mesh(facts: Facts) -> dict[str, Any]:
     return {k: n for k, n in own.items() if n}
 
 
-def _of_args(args: dict[str, Any], where: str) -> Like:
+def _of_args(args: dict[str, Any], where: str, form: str = "") -> Like:
     facts = Facts(args, where)
     facts.require_known()
     layers, pp = facts.optional("num_layers"), facts.pp
@@ -137,7 +142,7 @@ def _of_args(args: dict[str, Any], where: str) -> Like:
     world = facts.optional("world_size")
     if world and "dp" not in defaults:
         defaults["dp"] = max(1, world // (facts.tp * pp * max(1, facts.number("context_parallel_size", 1))))
-    form, spec = args.get("ckpt_format"), args.get("transformer_impl")
+    form, spec = args.get("ckpt_format") or form, args.get("transformer_impl")
     if form in ("torch", "torch_dist"):
         defaults["megatron_format"] = form
     if spec is not None:
@@ -160,34 +165,35 @@ def _arguments(path: Path) -> dict[str, Any]:
         except (ValueError, RecursionError) as err:
             raise Damaged("--like: the file is no JSON", where=str(path), why=str(err)) from err
         return {str(k).removeprefix("--").replace("-", "_"): v for k, v in tree.items()}
-    found = _flags(text, str(path)) if re.search(r"(?:^|\s)--\w", text) else _lines(text, str(path))
+    if re.search(r"(?:^|\s)--\w", text):
+        found = _flags(text, str(path))
+    else:
+        found = _from_yaml(yamltext.parsed(text, str(path)), str(path))
     if not found:
         raise Damaged(
             "--like: the file holds no arguments",
             where=str(path),
             why=f"it has {size} bytes",
-            fix="give a JSON object, lines of `name: value`, or Megatron's flags as its command line has them",
+            fix="give a JSON object, YAML, or Megatron's flags as its command line has them",
         )
     return found
 
 
-def _lines(text: str, where: str) -> dict[str, Any]:
-    """Lines of `name: value`, as a flat YAML file has them. Unsupported for what is nested."""
-    out: dict[str, Any] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        plain = re.sub(r"(?:^|\s)#.*", "", line).rstrip()
-        if not plain or plain == "---":
-            continue
-        found = re.fullmatch(r"([A-Za-z]\w*(?:-\w+)*)\s*:\s*(\S.*)?", plain)
-        if found is None or found[2] is None:
-            raise Unsupported(
-                f"--like: line {number} is no `name: value`",
-                where=where,
-                why="nested YAML has other names than Megatron's arguments",
-                fix="give the arguments flat, or a checkpoint of the run",
-            )
-        out[found[1].replace("-", "_")] = _value(found[2])
-    return out
+def _from_yaml(tree: Any, where: str) -> dict[str, Any]:
+    """Arguments of a YAML file: flat, in sections, or the config of a run of Megatron-Bridge."""
+    if not isinstance(tree, dict):
+        return {}
+    sections = {k: v for k, v in tree.items() if isinstance(v, dict)}
+    flat = {str(k).replace("-", "_"): v for k, v in tree.items() if k not in sections}
+    if "model" in sections or "config" in sections:
+        flat |= runconfig.args_of(tree, where)
+    else:
+        for inner in sections.values():
+            flat |= {str(k).replace("-", "_"): v for k, v in inner.items() if not isinstance(v, dict)}
+    for part in _PARTS:
+        inner = sections.get(part, {})
+        flat |= {str(k): v for k, v in inner.items() if not isinstance(v, dict) and not str(k).startswith("_")}
+    return flat
 
 
 def _flags(text: str, where: str) -> dict[str, Any]:
@@ -209,7 +215,7 @@ def _flags(text: str, where: str) -> dict[str, Any]:
             at += 1
         name = word[2:].replace("-", "_")
         if values:
-            out[name] = _value(values[0]) if len(values) == 1 else [_value(v) for v in values]
+            out[name] = yamltext.scalar(values[0]) if len(values) == 1 else [yamltext.scalar(v) for v in values]
         elif name in _OFF_NAMES:
             out[_OFF_NAMES[name]] = False
         elif _OFF.match(name) and name not in _KEPT:
@@ -217,18 +223,3 @@ def _flags(text: str, where: str) -> dict[str, Any]:
         else:
             out[name] = True
     return out
-
-
-def _value(text: str) -> Any:
-    """A number, a truth value, nothing, or the text itself."""
-    text = text.strip()
-    plain = {"true": True, "false": False, "null": None, "~": None, "none": None}
-    if text.lower() in plain:
-        return plain[text.lower()]
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
-        return text[1:-1]
-    try:
-        value = ast.literal_eval(text) if re.fullmatch(r"[-+0-9.eE_]{1,40}", text) else text
-    except (ValueError, SyntaxError):
-        return text
-    return value if not isinstance(value, float) or math.isfinite(value) else text

@@ -32,14 +32,20 @@ _MOST_TEXT = 8 << 20
 
 def args_beside(path: Path) -> tuple[dict[str, Any], str]:
     """Megatron's args as a config beside the weights says them, and where it lies; ({}, "") where there is none."""
+    tree, where = read_beside(path)
+    return ({}, "") if tree is None else (args_of(tree, where), where.rpartition("/")[2])
+
+
+def read_beside(path: Path) -> tuple[Any, str]:
+    """A config beside the weights, and where it lies; (None, "") where there is none."""
     for name in _PLACES:
         file = path / name
         if file.is_file():
             if file.stat().st_size > _MOST_TEXT:
                 raise Damaged("the run's config is too long", where=str(file), code="yaml")
             text = read_whole(file, _MOST_TEXT).decode("utf-8", "replace")
-            return args_of(yamltext.parsed(text, str(file)), str(file)), file.name
-    return {}, ""
+            return yamltext.parsed(text, str(file)), str(file)
+    return None, ""
 
 
 def args_of(tree: Any, where: str) -> dict[str, Any]:

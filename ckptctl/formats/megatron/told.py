@@ -33,6 +33,10 @@ def lines_of(
     )
     layers = "the Transformer Engine's" if target.fused else "local"
     lines = [Line("layout", "written", f"{form}, {mesh}, {how}, names of {layers} layers (--layer-spec)")]
+    if facts.pp == 1 and facts.vpp > 1:
+        lines.append(
+            Line("chunks", "written", f"{facts.vpp} on one stage: Megatron runs chunks with --pp above 1 only")
+        )
     if runargs.is_old_grouped(runargs.source_args(target.content.source)):
         lines.append(Line("experts", "written", "a matrix each: GroupedMLP's single matrices are not written"))
     have = next((t.shape[0] for k, t in target.padding.items() if k.kind == "weight"), 0)

@@ -31,6 +31,28 @@ add_bias_linear: false
 tensor_model_parallel_size: 2
 seed: 77
 """
+BRIDGE = """_target_: megatron.bridge.training.config.ConfigContainer
+model:
+  _target_: megatron.bridge.models.LlamaModelProvider
+  num_layers: 4
+  hidden_size: 64
+  num_attention_heads: 8
+  num_query_groups: 4
+  ffn_hidden_size: 96
+  tensor_model_parallel_size: 2
+  make_vocab_size_divisible_by: 8
+train:
+  train_iters: 6
+  global_batch_size: 4
+optimizer:
+  lr: 0.001
+  min_lr: 0.001
+  weight_decay: 0.1
+scheduler:
+  lr_decay_style: constant
+rng:
+  seed: 77
+"""
 JSON = {"--lr": 0.001, "min-lr": 0.001, "train_iters": 6, "global_batch_size": 4, "lr_decay_style": "constant"}
 JSON |= {"weight_decay": 0.1, "make_vocab_size_divisible_by": 8, "tensor_model_parallel_size": 2, "seed": 77}
 REAL = {
@@ -55,7 +77,16 @@ def test_constants_of_args_are_those_that_the_run_saved(name):
     assert list(schedule.saved(constants, 12)) == list(REAL)
 
 
-@pytest.mark.parametrize(("name", "text"), [("run.sh", FLAGS), ("args.yaml", LINES), ("args.json", json.dumps(JSON))])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.sh", FLAGS),
+        ("args.yaml", LINES),
+        ("args.json", json.dumps(JSON)),
+        ("run_config.yaml", BRIDGE),
+        ("sections.yaml", BRIDGE.replace("model:", "language_model:")),
+    ],
+)
 def test_a_file_of_arguments_gives_schedule_and_mesh(name, text, tmp_path):
     file, out = tmp_path / name, tmp_path / "out"
     file.write_text(text)
@@ -127,7 +158,8 @@ def test_reshard_takes_it_too_and_keeps_how_far_the_run_is(tmp_path):
     [
         ("--num-layers 9", "num_layers 9, the model 4", "like-differs"),
         ("--bf16", "bf16 True, and the weights are float32", "like-differs"),
-        ("model:\n  lr: 1\n", "line 1 is no `name: value`", "unsupported"),
+        ("model:\n  lr: 1\n", "does not say num_layers", "args-missing"),
+        ("lr: 1\n   min_lr: 1\n", "no YAML that is read here", "yaml"),
         ("{not json", "no JSON", "damaged"),
         ("", "holds no arguments", "damaged"),
         ("--tensor-model-parallel-size 3", "--tp 3 does not divide", "mesh-does-not-divide"),
@@ -155,6 +187,14 @@ def test_values_of_flags_by_hand():
     assert like._flags("--a 1 --b-c=x --no-d --e 1 2 --f '3 4' --no-load-rng --g -1e-2", "") == {
         "a": 1, "b_c": "x", "d": False, "e": [1, 2], "f": "3 4", "no_load_rng": True, "g": -0.01,
     }  # fmt: skip
+
+
+def test_chunks_of_one_stage_are_told(tmp_path):
+    """Megatron's own arguments refuse them: core_v0.16.1, training/arguments.py, validate_args."""
+    done = document("reshard", ckpt(TIED), tmp_path / "out", "--pp", "1", "--vpp", "2")
+    assert next(x["detail"] for x in done["fidelity"] if x["part"] == "chunks") == (
+        "2 on one stage: Megatron runs chunks with --pp above 1 only"
+    )
 
 
 @pytest.mark.parametrize(
