@@ -79,10 +79,11 @@ def _two(d: Document, verbose: bool) -> None:
     if d["equal"]:
         sys.stdout.write(f"equal: {how}\n")
         return
-    first = d["first"]
-    if first is not None:
-        where = f"{first['name']}: {first['kind']} {first['what']}"
-        sys.stdout.write(f"the first parameter whose update differs: {text.clean(where)}\n")
+    for which, words in (("cause", "that differs before the step"), ("first", "whose update differs")):
+        found = d[which]
+        if found is not None:
+            where = f"{found['name']}: {found['kind']} {found['what']}"
+            sys.stdout.write(f"the first parameter {words}: {text.clean(where)}\n")
     shown = d["differences"] if verbose else d["differences"][:MOST]
     rows = [(x["name"] or "-", x["kind"], x["what"], x["detail"]) for x in shown]
     text.table((("name", "left"), ("kind", "left"), ("what", "left"), ("", "left")), rows)

@@ -27,11 +27,16 @@ RELATIVE: dict[str, float] = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2**-
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a comparison came to. first is the first parameter whose update differs, in the model's order."""
+    """What a comparison came to.
+
+    In the model's order, first is the first parameter whose update differs, cause the first of which something differs
+    before the step: its state, its count, its settings. An update can differ by another parameter's weights alone.
+    """
 
     differences: list[Document] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
     first: Document | None = None
+    cause: Document | None = None
 
     @property
     def equal(self) -> bool:
@@ -83,20 +88,24 @@ def compare(a: Record, b: Record, measure: Measure, unlike: Sequence[Unlike] = (
         detail = f"the model has one tensor for it and {owner}; in {' and '.join(sides)} they have different bytes"
         by_name.setdefault(owner, []).append(_found(alias, "weight", "untied", detail))
     first: Document | None = None
+    cause: Document | None = None
     for name in [*order, *(n for n in by_name if n not in order)]:
         out += by_name.get(name, [])
         x, y = a.parameters.get(name), b.parameters.get(name)
         if x is None or y is None:
             if x is not y and not by_name.get(name):
                 out.append(_found(name, "weight", "only-in-a" if y is None else "only-in-b"))
+            cause = cause or next((d for d in out if d["name"] == name), None)
             continue
-        out += _state(x, y, compared)
+        before = [*by_name.get(name, []), *_state(x, y, compared)]
+        out += before[len(by_name.get(name, [])) :]
+        cause = cause or next(iter(before), None)
         updates = _updates(x, y, measure, compared)
         out += updates
         if first is None and (updates or by_name.get(name)):
             first = (updates or by_name[name])[0]
     out += _numbers(a, b, measure, compared)
-    return Judged(out, dict(compared), first)
+    return Judged(out, dict(compared), first, cause)
 
 
 def schedules_unlike(sides: Sequence[Side], rates: Sequence[Sequence[Rate]]) -> list[Document]:

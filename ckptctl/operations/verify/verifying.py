@@ -99,6 +99,7 @@ def document(prepared: Prepared, records: Sequence[Record], what: Verification) 
             "tolerance": prepared.measure.described,
             "compared": judged.compared,
             "first": judged.first,
+            "cause": judged.cause,
             "differences": judged.differences,
         }
         return out
