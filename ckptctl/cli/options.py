@@ -73,6 +73,10 @@ EXCLUDE = Annotated[
     list[str] | None,
     typer.Option("--exclude", help="Leave out tensors whose name matches. May be given several times.", metavar="GLOB"),
 ]
+VERIFY = Annotated[
+    bool,
+    typer.Option("--verify", help="Train the next step from the result too, before it has its name (needs torch)."),
+]
 OVERWRITE = Annotated[bool, typer.Option("--overwrite", help="Replace DST; it stands until the result is complete.")]
 RESUME = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted job for this DST.")]
 JOBS = Annotated[int, typer.Option("--jobs", "-j", min=0, help="Threads; 0 chooses.")]

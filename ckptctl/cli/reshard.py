@@ -45,6 +45,7 @@ def add(app: typer.Typer) -> None:
         layer_names: options.LAYER_NAMES = None,
         dry_run: options.DRY_RUN = False,
         plan_out: options.PLAN_OUT = None,
+        verify: options.VERIFY = False,
         overwrite: options.OVERWRITE = False,
         resume: options.RESUME = False,
         jobs: options.JOBS = 0,
@@ -70,7 +71,7 @@ def add(app: typer.Typer) -> None:
             replica=replica,
             verify_replicas=verify_replicas,
         )
-        running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file)
+        running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file, verify)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:
             result = operations.reshard(
                 src,

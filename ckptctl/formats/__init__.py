@@ -122,6 +122,7 @@ TARGETS: dict[str, Target] = {
         reshards=MEGATRON_FLAGS,
         naming="megatron",
         one_step=True,
+        own_groups=True,
         rounds_masters=True,
     ),
 }

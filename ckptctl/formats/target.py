@@ -109,6 +109,8 @@ class Target:
     in_memory: bool = False
     """Its tensors are loaded into a model as they are named: a name that only files have is no default for them."""
     own_names: bool = False
+    own_groups: bool = False
+    """Which parameters decay is decided by the run's own flags, whatever the source's groups did."""
     rounds_masters: bool = False
     """Its weights are its float32 masters in the weights' type: a loader takes whichever of the two it likes."""
     parts_apart: bool = False

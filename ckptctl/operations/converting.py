@@ -16,7 +16,7 @@ from ckptctl.operations.merging import merged
 from ckptctl.operations.naming import for_target, named_for
 from ckptctl.operations.opening import fingerprint, given_order, open_movable, pinned
 from ckptctl.operations.planning import planned_job
-from ckptctl.operations.running import Running, budget_of, require_apart, run_planned, source_document
+from ckptctl.operations.running import Running, budget_of, check_of, require_apart, run_planned, source_document
 
 if TYPE_CHECKING:
     from ckptctl.formats.target import Line
@@ -82,4 +82,5 @@ def convert(
         "source": source_document(source, evidence.why),
         "target": {"format": wanted.to, "path": str(dst)},
     }
-    return run_planned(planned, document, running, budget, progress)
+    check = check_of(src, wanted, reading, running, document)
+    return run_planned(planned, document, running, budget, progress, before_commit=check)

@@ -15,7 +15,7 @@ from ckptctl.operations.conversion import Conversion, check_flags
 from ckptctl.operations.likeness import with_like
 from ckptctl.operations.opening import Reading, fingerprint, given_order, open_movable
 from ckptctl.operations.planning import planned_job
-from ckptctl.operations.running import Running, budget_of, require_apart, run_planned, source_document
+from ckptctl.operations.running import Running, budget_of, check_of, require_apart, run_planned, source_document
 
 if TYPE_CHECKING:
     from ckptctl.core.checkpoint import Checkpoint
@@ -107,7 +107,8 @@ def reshard(
             "layout": {a: n for a, n in mesh.items() if a in target.reshards},
         },
     }
-    return run_planned(planned, document, running, budget, progress)
+    check = check_of(src, wanted, reading, running, document)
+    return run_planned(planned, document, running, budget, progress, before_commit=check)
 
 
 def mesh_of(source: Checkpoint, wanted: Conversion) -> dict[str, int]:

@@ -15,6 +15,8 @@ from ckptctl.execute import Budget, Outcome, Progress, reread, run, space
 
 if TYPE_CHECKING:
     from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.operations.conversion import Conversion
+    from ckptctl.operations.opening import Reading
     from ckptctl.operations.planning import Planned
     from ckptctl.plan.planner import Plan
 
@@ -35,6 +37,8 @@ class Running:
     jobs: int = 0
     memory: str = "512MiB"
     report: Path | str | None = None
+    verify: bool = False
+    """Train the next step from the source and from the result before the result has its name."""
 
 
 def budget_of(running: Running) -> Budget:
@@ -70,8 +74,12 @@ def run_planned(
     progress: OnProgress | None,
     *,
     in_place: bool = False,
+    before_commit: Callable[[Path], None] | None = None,
 ) -> Document:
-    """Run what is planned, where it is no dry run, and complete the document. in_place: the target is the source."""
+    """Run what is planned, where it is no dry run, and complete the document. in_place: the target is the source.
+
+    before_commit gets the finished result before it has its name; what it raises stops that.
+    """
     document["fidelity"] = [{"part": line.part, "fate": line.fate, "detail": line.detail} for line in planned.lines]
     spent = planned.account
     document["source_bytes"] = {
@@ -96,11 +104,23 @@ def run_planned(
             overwrite=running.overwrite,
             in_place=in_place,
             progress=progress,
+            before_commit=before_commit,
         )
         document["result"] = _result(outcome)
     if running.report is not None:
         Path(running.report).write_text(json.dumps(document, indent=2) + "\n")
     return document
+
+
+def check_of(
+    src: Path | str, wanted: Conversion, reading: Reading | None, running: Running, document: Document
+) -> Callable[[Path], None] | None:
+    """What --verify does with the finished result before it has its name; None without the flag."""
+    if not running.verify:
+        return None
+    from ckptctl.operations.verify.before import verified_before  # its parts are for nobody else here
+
+    return verified_before(src, wanted, reading, running, document)
 
 
 def _plan_summary(planned: Planned, budget: Budget) -> Document:

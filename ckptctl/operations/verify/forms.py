@@ -78,9 +78,17 @@ def alone(side: Side, ties: Mapping[str, str], names: Collection[str] | None) ->
 
 
 def together(
-    a: Side, b: Side, ties: tuple[Mapping[str, str], Mapping[str, str]], names: Collection[str] | None
+    a: Side,
+    b: Side,
+    ties: tuple[Mapping[str, str], Mapping[str, str]],
+    names: Collection[str] | None,
+    *,
+    rounded: bool = False,
 ) -> tuple[Forms, Forms, list[Unlike]]:
-    """The forms of two sides, and what differs by the headers alone."""
+    """The forms of two sides, and what differs by the headers alone.
+
+    rounded: where one side's weights are of a narrower type, they are to be the other's, rounded.
+    """
     left, right = owned(a, ties[0], names), owned(b, ties[1], names)
     taken: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
     unlike: list[Unlike] = []
@@ -97,6 +105,8 @@ def together(
             unlike.append(Unlike(name, kind, "shape", f"{x.shape} and {y.shape}"))
             continue
         form = _form(x, y, kind, name, left, right)
+        if rounded and form is not None and kind.startswith("weight"):
+            form = narrowest((x.dtype.name, y.dtype.name))
         if form is None:
             unlike.append(Unlike(name, kind, "dtype", f"{x.dtype.name} and {y.dtype.name}"))
             continue

@@ -69,7 +69,7 @@ def prepare(sides: Sequence[Side], what: Verification) -> Prepared:
         notes.append(f"the first {layers[0]} of {layers[1]} layers are run and compared: the others are not looked at")
     unlike: list[Unlike] = []
     if len(named) == 2:
-        left, right, unlike = together(named[0], named[1], (ties[0], ties[1]), truncated)
+        left, right, unlike = together(named[0], named[1], (ties[0], ties[1]), truncated, rounded=what.rounded)
         forms: tuple[Forms, ...] = (left, right)
         measure = Measure(dtype, widths=_widths(named, ties, truncated))
     else:
@@ -140,7 +140,7 @@ def _without_model(sides: Sequence[Side], what: Verification, device: Device, me
     widths: dict[str, str] = {}
     unlike: list[Unlike] = []
     if len(sides) == 2:
-        left, right, unlike = together(sides[0], sides[1], (ties[0], ties[1]), None)
+        left, right, unlike = together(sides[0], sides[1], (ties[0], ties[1]), None, rounded=what.rounded)
         forms: tuple[Forms, ...] = (left, right)
         widths = _widths(sides, ties, None)
     else:

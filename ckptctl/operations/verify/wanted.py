@@ -43,6 +43,8 @@ class Verification:
     """Gradients are drawn instead of computed: for models that Transformers has not."""
     same_settings: bool = False
     """Both sides take the groups' settings of the first: what differs in them is a note."""
+    rounded: bool = False
+    """Weights of the side that has them in a narrower type are those of the other, rounded."""
     vocabulary: str = "auto"
     """true, padded, or auto: padded where every side has the same padding."""
 

@@ -1,4 +1,4 @@
-"""What the tests of `verify` share: batches of the reference run, and checkpoints to change. Needs torch when called."""
+"""What the tests of `verify` share: batches of the reference run, and checkpoints to change."""
 
 from __future__ import annotations
 
