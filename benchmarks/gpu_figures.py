@@ -16,9 +16,7 @@ def gib(n: int | None) -> str:
 def verified(d: dict[str, Any]) -> None:
     """Both sides' loads and steps."""
     device, answer = d["device"], "equal" if d["equal"] else "NOT EQUAL"
-    print(
-        f"{device['called']}, torch {device['torch']}, computing in {device['dtype']}: {'equal' if d['equal'] else 'NOT EQUAL'}"
-    )
+    print(f"{device['called']}, torch {device['torch']}, computing in {device['dtype']}: {answer}")
     print("\n| side | loaded | seconds | GB/s | steps, s | peak on the device |\n|---|---|---|---|---|---|")
     for word in ("a", "b"):
         m = d[word]["measured"]

@@ -204,7 +204,12 @@ def opened_both(a: Path | str, b: Path | str, reading: Reading | None = None) ->
 
     reading = reading or Reading()
     readings = [reading, replace(reading, key_map=None)]
-    sides = [opened(p, r) for p, r in zip((a, b), readings, strict=True)]
+    try:
+        sides = [opened(p, r) for p, r in zip((a, b), readings, strict=True)]
+    except MissingFact as err:
+        if err.code != "param-order" or reading.param_order is not None:
+            raise
+        return _ordered((a, b), readings, err)
     known = next((s.checkpoint.facts for s in sides if s.config is not None), None)
     if known is None or all(s.config is not None for s in sides):
         return sides
@@ -213,6 +218,32 @@ def opened_both(a: Path | str, b: Path | str, reading: Reading | None = None) ->
         file.write_bytes(known.config_text)
         again = [replace(r, model_config=file) for r in readings]
         return [s if s.config is not None else opened(p, r) for s, p, r in zip(sides, (a, b), again, strict=True)]
+
+
+def _ordered(paths: tuple[Path | str, Path | str], readings: Sequence[Reading], why: MissingFact) -> list[Side]:
+    """Two checkpoints, of which one keys its optimizer by numbers: in the order of the other's groups.
+
+    A wrong order cannot come out as equal: it gives parameters the moments of others.
+    """
+    sides: list[Side | None] = []
+    for path, reading in zip(paths, readings, strict=True):
+        try:
+            sides.append(opened(path, reading))
+        except MissingFact as err:
+            if err.code != "param-order":
+                raise
+            sides.append(None)
+    known = next((s for s in sides if s is not None), None)
+    optimizer = None if known is None else known.checkpoint.optimizer
+    if optimizer is None or not optimizer.groups:
+        raise why
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "order.txt"
+        file.write_text("".join(f"{name}\n" for group in optimizer.groups for name in group.params))
+        return [
+            s if s is not None else opened(p, replace(r, param_order=file))
+            for s, p, r in zip(sides, paths, readings, strict=True)
+        ]
 
 
 def without_optimizer(side: Side) -> Side:
