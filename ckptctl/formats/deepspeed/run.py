@@ -25,6 +25,7 @@ VERSION = "0.19.8"
 """What files say wrote them where the source does not: the version whose files are the test."""
 SUB_GROUP_SIZE = 1_000_000_000
 """zero_optimization.sub_group_size where the source's configuration has none. Source: DeepSpeed 0.19.8, config.py."""
+ROUND_ROBIN = "round_robin_gradients"
 WIDENED = ("float32", "bfloat16", "float16")
 """Types of which a float32 master is made, which is exact."""
 _SECTION = {"bfloat16": "bf16", "float16": "fp16"}
@@ -60,6 +61,13 @@ class Run:
     def has_shards(self) -> bool:
         """Whether ranks have files of an optimizer: not at stage 0, which stands for the model alone."""
         return self.stage > 0
+
+    @property
+    def was_dealt(self) -> bool:
+        """Whether the source's run dealt parameters to ranks in turn, which the target's must not."""
+        own = self.own.get("ds_config")
+        zero = own.get("zero_optimization") if isinstance(own, dict) else None
+        return isinstance(zero, dict) and bool(zero.get(ROUND_ROBIN))
 
     @property
     def step(self) -> int:
@@ -220,6 +228,8 @@ def _config(own: Mapping[str, Any], stage: int, dtype: str) -> dict[str, Any]:
     config = dict(own.get("ds_config") or {})
     zero = config.get("zero_optimization")
     config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": stage}
+    if config["zero_optimization"].get(ROUND_ROBIN):
+        config["zero_optimization"][ROUND_ROBIN] = False  # flat groups are written in the optimizer's own order
     if dtype in _SECTION:
         config.setdefault(_SECTION[dtype], {"enabled": True})
     return config

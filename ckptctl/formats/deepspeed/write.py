@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.output import OutputFile, Put
 from ckptctl.formats.deepspeed import flats, writeuniversal
-from ckptctl.formats.deepspeed.run import F32, run_of
+from ckptctl.formats.deepspeed.run import F32, ROUND_ROBIN, run_of
 from ckptctl.formats.deepspeed.writemodel import expert_tree, model_tree, torch_file
 from ckptctl.formats.target import Choices, Content, Line, Written
 
@@ -40,6 +40,10 @@ def write(content: Content, choices: Choices) -> Written:
     order = f" in {run.whose} order" if run.whose else ""
     fresh = "" if run.states else "; load_checkpoint(load_optimizer_states=False) begins with a fresh optimizer"
     lines = [Line("layout", "written", f"{how}; {len(run.groups)} param groups{order}{fresh}")]
+    if run.was_dealt and run.stage != 3 and not choices.universal:
+        why = "flat groups are in the optimizer's own order: set it to false in the run's configuration, or DeepSpeed "
+        why += "gives parameters each other's state"
+        lines.append(Line(ROUND_ROBIN, "dropped", why))
     widened = sum(i.tensor.held.name != F32.name for i in run.masters.values())
     if widened:
         lines.append(Line("masters", "filled", f"{widened} of {len(run.masters)}: the weights, widened to float32"))

@@ -77,7 +77,7 @@ def of_shards(model: ModelFile, shards: Sequence[Shard], *, data_first: bool = F
             cut = _slotted if first.stage == 3 else _joined
             cut(number, named, list(shapes), team, out)
             _singles(number, named, team, out)
-            members[-1] += named
+            members[-1] += _optimizer_order(number, list(shapes), list(named), team, model)
     _settings(first, members, out)
     return out
 
@@ -124,6 +124,27 @@ def _teams(
         team = [shards[rank * count + i] if data_first else shards[rank + i * ep] for i in range(count)]
         teams.append((team, {global_name(n, rank, local): s for n, s in shapes.items()}))
     return teams
+
+
+def _optimizer_order(
+    number: int, own: list[str], named: list[str], team: Sequence[Shard], model: ModelFile
+) -> list[str]:
+    """A group's parameters as the optimizer was given them: another order than the flat group's with round robin.
+
+    With round_robin_gradients parameters are dealt to ranks (0, dp, ...; 1, dp + 1, ...), whose hands lie end to end.
+    The ranks' param_slice_mappings, which are made before that, have the optimizer's own order; where there are none,
+    the hands are taken up again. Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _round_robin_reorder,
+    _create_param_mapping; a real run.
+    """
+    said = dict.fromkeys(n for s in team if number < len(s.slices) for n in s.slices[number])
+    if len(said) == len(own) and set(said) == set(own):
+        names = dict(zip(own, named, strict=True))
+        return [names[n] for n in said]
+    zero = model.config.get("zero_optimization")
+    if team[0].stage == 3 or said or not (isinstance(zero, dict) and zero.get("round_robin_gradients") is True):
+        return named
+    dealt = [i for hand in range(len(team)) for i in range(hand, len(own), len(team))]
+    return [name for _, name in sorted(zip(dealt, named, strict=True))]
 
 
 def _local_experts(shapes: dict[str, Shape]) -> dict[str, int]:

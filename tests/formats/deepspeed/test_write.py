@@ -67,6 +67,21 @@ def test_what_a_run_goes_on_with_is_carried(tmp_path):
         assert config["zero_optimization"]["stage"] == 3
 
 
+@pytest.mark.real
+def test_parameters_that_were_dealt_in_turn_are_written_in_the_optimizer_s_order(tmp_path):
+    name = "deepspeed/zero2-dp2-bf16-roundrobin"
+    report = document("reshard", source(name), tmp_path / "a", "--zero-stage", "1", "--dp", "3")
+    attention = [f"self_attn.{p}_proj.weight" for p in "qkvo"]
+    block = [*attention, *(f"mlp.{p}_proj.weight" for p in ("gate", "up", "down"))]
+    matrices = [f"model.layers.{i}.{n}" for i in range(4) for n in block]
+    for path in (source(name), tmp_path / "a"):  # make_deepspeed's decay_groups: matrices as the model lists them
+        assert groups_of(path)[0] == ["model.embed_tokens.weight", *matrices, "lm_head.weight"]
+    with ckptctl.open(tmp_path / "a") as view:
+        zero = view.checkpoint.values["deepspeed"]["ds_config"]["zero_optimization"]
+    assert zero["round_robin_gradients"] is False
+    assert [line["fate"] for line in report["fidelity"] if line["part"] == "round_robin_gradients"] == ["dropped"]
+
+
 def scaler(path):
     with ckptctl.open(path) as view:
         return view.checkpoint.values["deepspeed"].get("loss_scaler")
