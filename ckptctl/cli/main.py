@@ -17,6 +17,8 @@ from ckptctl.report import text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_CTRL_C = 130
+
 app = typer.Typer(
     name="ckptctl",
     help="Inspect, convert and compare training checkpoints, without the framework that wrote them.",
@@ -59,6 +61,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         code = command.main(args=list(argv), prog_name="ckptctl", standalone_mode=False)
         sys.stdout.flush()
+        if code == _CTRL_C:  # the parser's own, without a word
+            return _stopped()
         return code if isinstance(code, int) else 0
     except CkptError as error:
         text.show_error(error, as_json=wants_json, command=name)
@@ -119,7 +123,7 @@ def _unread() -> int:
 
 def _stopped() -> int:
     sys.stderr.write("stopped; what was written so far is kept where --resume finds it\n")
-    return 130
+    return _CTRL_C
 
 
 def _bug(error: Exception, wants_json: bool) -> int:

@@ -170,7 +170,8 @@ def sarif(document: Document) -> str:
 def _uri(path: str) -> str:
     from urllib.parse import quote
 
-    return quote(path.encode("utf-8", "surrogatepass"))
+    scheme = next((s for s in ("hf://",) if path.startswith(s)), "")
+    return scheme + quote(path.removeprefix(scheme).encode("utf-8", "surrogatepass"))
 
 
 def github(document: Document) -> str:

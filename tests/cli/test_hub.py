@@ -494,6 +494,14 @@ def test_a_file_that_is_damaged_is_named_by_its_address(hub):  # noqa: F811
     assert checked.json["checkpoints"][0]["path"] == f"hf://org/name@{commit}"
 
 
+def test_a_finding_s_place_is_an_address_in_sarif(hub):  # noqa: F811
+    commit = hub.add("model", "org/name", {"a b.safetensors": b"\xff" * 100})
+    done = command("validate", "hf://org/name/a b.safetensors", "--output", "sarif")
+    (result,) = json.loads(done.out)["runs"][0]["results"][:1]
+    where = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert where == f"hf://org/name%40{commit}/a%20b.safetensors"
+
+
 def test_nothing_of_it_stays_in_the_temporary_folder(hub, tmp_path, monkeypatch):  # noqa: F811
     import tempfile
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 import ckptctl as package
+from ckptctl import operations
+from ckptctl.cli.main import run
 from tests.support.checkpoints import ROOT, ckpt
 from tests.support.commands import ckptctl, document, good, refused
 from tests.support.saving import adamw, arange, hf_save, torch_save
@@ -243,6 +245,15 @@ def test_ctrl_c_is_130_and_leaves_nothing_at_the_target(tmp_path):
             assert b"Traceback" not in err
         (tmp_path / "out").unlink(missing_ok=True)
     assert codes <= {0, 130, -signal.SIGINT}
+
+
+def test_ctrl_c_says_what_is_kept(path, monkeypatch, capsys):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(operations, "inspect", stop, raising=False)
+    assert run(["inspect", str(path)]) == 130
+    assert "--resume" in capsys.readouterr().err
 
 
 def test_inspect_and_convert_import_no_torch(path, tmp_path):
