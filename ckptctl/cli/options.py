@@ -122,8 +122,8 @@ LIKE = Annotated[
     Path | None,
     typer.Option(
         "--like",
-        help="megatron: the run that the result is for: a checkpoint of it, or a file of its arguments. What no other "
-        "flag says is as it has it.",
+        help="megatron, deepspeed, dcp: the run that the result is for: a checkpoint of it, or for megatron a file of "
+        "its arguments. What no other flag says is as it has it.",
         metavar="PATH",
     ),
 ]

@@ -89,16 +89,16 @@ TARGETS: dict[str, Target] = {
     "dcp": Target(
         "a DCP folder",
         holds_averages=True,
-        flags=frozenset({"dp", "tp", "names"}),
-        reshards=frozenset({"dp", "tp"}),
+        flags=frozenset({"dp", "tp", "names", "like"}),
+        reshards=frozenset({"dp", "tp", "like"}),
         own_names=True,
     ),
     "deepspeed": Target(
         "a DeepSpeed folder",
         one_step_a_group=True,
         rounds_masters=True,
-        flags=frozenset({"dp", "ep", "zero_stage", "universal"}),
-        reshards=frozenset({"dp", "tp", "pp", "ep", "zero_stage", "universal"}),
+        flags=frozenset({"dp", "ep", "zero_stage", "universal", "like"}),
+        reshards=frozenset({"dp", "tp", "pp", "ep", "zero_stage", "universal", "like"}),
     ),
     "torchtitan": Target("a torchtitan folder", flags=frozenset({"dp", "tp"}), naming="torchtitan"),
     "accelerate": Target(

@@ -11,7 +11,7 @@ from ckptctl.formats.target import Choices
 from ckptctl.operations.content import content_of
 from ckptctl.operations.conversion import check_flags
 from ckptctl.operations.elsewhere import reads_hub
-from ckptctl.operations.likeness import with_like
+from ckptctl.operations.likeness import order_of, with_like
 from ckptctl.operations.merging import merged
 from ckptctl.operations.naming import for_target, named_for
 from ckptctl.operations.opening import fingerprint, given_order, open_movable, pinned
@@ -71,7 +71,7 @@ def convert(
         vocab_divisor=wanted.vocab_divisor,
         layer_spec=wanted.layer_spec,
         like=like,
-        param_order=given_order(reading.param_order) if reading else (),
+        param_order=order_of(like, given_order(reading.param_order) if reading else ()),
     )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")

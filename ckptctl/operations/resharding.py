@@ -12,7 +12,7 @@ from ckptctl.formats import TARGETS
 from ckptctl.formats.target import Choices
 from ckptctl.operations.content import content_of
 from ckptctl.operations.conversion import Conversion, check_flags
-from ckptctl.operations.likeness import with_like
+from ckptctl.operations.likeness import order_of, with_like
 from ckptctl.operations.opening import Reading, fingerprint, given_order, open_movable
 from ckptctl.operations.planning import planned_job
 from ckptctl.operations.running import Running, budget_of, check_of, require_apart, run_planned, source_document
@@ -66,9 +66,6 @@ def reshard(
                 f"--{name} {asked[name]}: {target.called} is not written with more than one rank of that axis",
                 fix=f"leave --{name} out, or give 1",
             )
-    if "zero_stage" in target.reshards:
-        zero_stage = zero_stage or (None if universal else source.layout.get("zero_stage")) or 2
-        dp = dp or source.layout.get("dp")
     wanted = Conversion(
         source.format,
         dp=dp,
@@ -82,19 +79,24 @@ def reshard(
     )
     check_flags(wanted)
     wanted, like = with_like(wanted)
+    if "zero_stage" in target.reshards:
+        own_stage = None if wanted.universal else source.layout.get("zero_stage")
+        wanted = replace(
+            wanted, zero_stage=wanted.zero_stage or own_stage or 2, dp=wanted.dp or source.layout.get("dp")
+        )
     content, lines = content_of(source, wanted, own_names=True)
     mesh = mesh_of(source, wanted)
     choices = Choices(
         parse_size(wanted.max_shard_size, "--max-shard-size"),
         own_names=target.own_names,
-        zero_stage=zero_stage or 2,
-        universal=universal,
+        zero_stage=wanted.zero_stage or 2,
+        universal=wanted.universal,
         megatron_format=wanted.megatron_format,
         optimizer=wanted.optimizer,
         vocab_divisor=wanted.vocab_divisor,
         layer_spec=wanted.layer_spec,
         like=like,
-        param_order=given_order(reading.param_order) if reading else (),
+        param_order=order_of(like, given_order(reading.param_order) if reading else ()),
     )
     choices = replace(choices, **mesh)  # type: ignore[arg-type]
     planned = planned_job(content, lines, source.format, choices, Path(dst), budget, fingerprint(repr(wanted), reading))

@@ -88,6 +88,7 @@ MATRIX = [
     Row("mixtral_legacy_ep2", DIST, ep=4, dp=4, optimizer=ZERO),
     Row("mixtral_dist_ep2", DIST),
     Row("mixtral_dist_ep2_distopt_full", CLASSIC, tp=2, ep=2, dp=2, optimizer=ZERO),
+    Row("mixtral_dist_ep2", CLASSIC, tp=2, pp=2),
     Row("mixtral_dist_ep2_distopt_full", DIST, pp=2, ep=2, dp=2, optimizer=ZERO),
 ]
 
@@ -130,6 +131,9 @@ def gaps_of(row: Row, work: Path) -> dict[str, Any]:
     words += ["--expect", source / "truth" / "losses.json", "--dims", source / "truth" / "config.json"]
     words += [w for axis, n in mesh.items() for w in (f"--{axis}", n)]
     words += ["--vocab-divisor", padded // row.tp, "--atol", "2e-5" if truth["dtype"] == "fp32" else "2e-3"]
+    flags = ["--micro-batch-size 1"] if row.dp > 2 and row.pp == 1 else []  # the batch is four rows
+    flags += ["--sequence-parallel"] if truth["family"] == "mixtral" and row.tp > 1 and row.pp > 1 else []
+    words += [f"--flags={' '.join(flags)}"] if flags else []
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False, cwd=work)
     text = done.stdout[done.stdout.find('{"') :]
     report = json.loads(text) if text else {"ok": False}

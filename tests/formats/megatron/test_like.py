@@ -180,7 +180,7 @@ def test_places_where_no_run_is(tmp_path):
     flags = ("--to", "megatron", "--model-config", truth_config(TORCH), "--like")
     assert refused("convert", ckpt(TORCH), tmp_path / "a", *flags, tmp_path / "none")["code"] == "missing-file"
     assert refused("convert", ckpt(TORCH), tmp_path / "a", *flags, tmp_path)["code"] == "unrecognised"
-    assert ckptctl("convert", ckpt(TORCH), tmp_path / "a", "--to", "dcp", "--like", tmp_path, "--json").code == 2
+    assert ckptctl("convert", ckpt(TORCH), tmp_path / "a", "--to", "torch", "--like", tmp_path, "--json").code == 2
 
 
 def test_values_of_flags_by_hand():
