@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
+from ckptctl import __version__
 from ckptctl.rules import rules
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def sarif(document: Document) -> str:
                 "partialFingerprints": {"ckptctl/v1": found["fingerprint"]},
             }
         )
-    driver = {"name": "ckptctl", "rules": described}
+    driver = {"name": "ckptctl", "version": __version__, "rules": described}
     log = {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckptctl.core.errors import CkptError, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported
 from ckptctl.rules.registry import by_kind
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from ckptctl.core.errors import Severity
     from ckptctl.rules.registry import Rule
 
@@ -72,20 +74,23 @@ class Finding:
         return replace(self, checkpoint=checkpoint)
 
 
-def finding(
-    kind: str,
-    what: str,
-    *,
-    file: str = "",
-    tensor: str = "",
-    field: str = "",
-    why: str = "",
-    fix: str = "",
-    severity: Severity | None = None,
-) -> Finding:
+class Said(TypedDict, total=False):
+    """What a finding may say besides its kind and what was found."""
+
+    file: str
+    tensor: str
+    field: str
+    why: str
+    fix: str
+    severity: Severity | None
+
+
+def finding(kind: str, what: str, **said: Unpack[Said]) -> Finding:
     """A finding of a kind that has a rule. KeyError where it has none: that is a mistake here."""
     rule = by_kind(kind, kind)
-    return Finding(rule, kind, severity or rule.severity, what, Where(file, tensor, field), why, fix or rule.cure)
+    where = Where(said.get("file", ""), said.get("tensor", ""), said.get("field", ""))
+    fix = said.get("fix") or rule.cure
+    return Finding(rule, kind, said.get("severity") or rule.severity, what, where, said.get("why", ""), fix)
 
 
 def from_error(

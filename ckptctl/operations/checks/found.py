@@ -10,10 +10,12 @@ from ckptctl.rules import Finding, Where, finding, from_error
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Unpack
 
     from ckptctl.core.errors import CkptError, Severity
     from ckptctl.formats.hf.index import Index
     from ckptctl.formats.st.header import StHeader
+    from ckptctl.rules import Said
 
 Level = Literal["header", "structure", "values"]
 _LIMIT = 200
@@ -51,20 +53,9 @@ class Found:
             self._seen.add(_key(new))
             self.findings.append(new)
 
-    def note(
-        self,
-        kind: str,
-        what: str,
-        *,
-        file: str = "",
-        tensor: str = "",
-        field: str = "",
-        why: str = "",
-        fix: str = "",
-        severity: Severity | None = None,
-    ) -> None:
+    def note(self, kind: str, what: str, **said: Unpack[Said]) -> None:
         """Adds a finding of a check of our own."""
-        self.add(finding(kind, what, file=file, tensor=tensor, field=field, why=why, fix=fix, severity=severity))
+        self.add(finding(kind, what, **said))
 
     def error(self, err: CkptError, file: str = "", severity: Severity | None = None, tensor: str = "") -> None:
         """Adds what a reader raised. Without a file the place is read out of the message.
