@@ -45,7 +45,9 @@ def add(app: typer.Typer) -> None:
             verify_replicas=verify_replicas,
         )
         pages = report.html_files(output or ())
-        document = operations.inspect(path, reading, tensors=tensors or bool(pages))
+        document = operations.inspect(path, reading, tensors=tensors or bool(pages), places=bool(pages))
         report.write_pages(document, pages)
-        report.show(document if tensors else {k: v for k, v in document.items() if k != "tensors"}, as_json=json)
+        for name in ("holdings", *(() if tensors else ("tensors",))):
+            document.pop(name, None)  # what only the page has
+        report.show(document, as_json=json)
         return 0

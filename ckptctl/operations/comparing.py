@@ -111,6 +111,8 @@ def diff(
         "compared": dict(found.compared),
         "differences": found.differences,
     }
+    if what.state:
+        document["state"] = found.state
     if what.rtol or what.atol:
         document["within_tolerance"] = found.within
     if what.stats:

@@ -14,7 +14,7 @@ from ckptctl.core.checkpoint import part_of
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.globs import matches
 from ckptctl.core.values import Array, Held
-from ckptctl.operations.inspecting import plain
+from ckptctl.operations.state_values import plain
 from ckptctl.operations.tensors import as_number, scalar
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckptctl.operations.tensors import TensorReader
 
 Document = dict[str, Any]
+_SHOWN = 60
 
 
 def compare_optimizers(left: TensorReader, right: TensorReader, only: Sequence[str], found: Found) -> None:
@@ -124,26 +125,47 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def compare_values(a: Checkpoint, b: Checkpoint, found: Found) -> None:
-    """Scheduler, counters, random state and whatever else is carried, leaf by leaf."""
-    left, right = (dict(_leaves({**c.values, "model": dict(c.model_values)})) for c in (a, b))
-    for name in [*left, *(n for n in right if n not in left)]:
-        part = part_of(name.split(".")[0])
-        if name not in right or name not in left:
-            found.add(name, part, "only-in-a" if name in left else "only-in-b")
+    """Scheduler, counters, random state and whatever else is carried, leaf by leaf, as a list and as a tree."""
+    left, right = (dict(_paths({**c.values, "model": dict(c.model_values)})) for c in (a, b))
+    for path in [*left, *(n for n in right if n not in left)]:
+        part = part_of(path[0])
+        name, place = ".".join(path), (part, *path)
+        if path not in right or path not in left:
+            what = "only-in-a" if path in left else "only-in-b"
+            found.add(name, part, what, path=list(place))
+            found.leaf(place, what, _short(left.get(path)), _short(right.get(path)))
             continue
         found.compared[part] += 1
-        if not _alike(left[name], right[name]):
-            found.add(name, part, "value", f"{str(left[name])[:60]} and {str(right[name])[:60]}")
-
-
-def _leaves(tree: Mapping[Any, Tree], prefix: str = "") -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            out += _leaves(value, f"{name}.")
+        if _alike(left[path], right[path]):
+            found.leaf(place)
         else:
-            out.append((name, _comparable(value)))
+            x, y = _short(left[path]), _short(right[path])
+            found.add(name, part, "value", f"{x} and {y}", path=list(place))
+            found.leaf(place, "value", x, y)
+
+
+def _short(value: Any) -> Any:
+    """A leaf for showing."""
+    if isinstance(value, (bool, int, float)) or value is None:
+        return value
+    text = str(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _leaves(tree: Mapping[Any, Tree]) -> list[tuple[str, Any]]:
+    return [(".".join(path), value) for path, value in _paths(tree)]
+
+
+def _paths(tree: Mapping[Any, Tree]) -> list[tuple[tuple[str, ...], Any]]:
+    """(keys, leaf) of everything below a dict, in its order; however deep."""
+    out: list[tuple[tuple[str, ...], Any]] = []
+    todo: list[tuple[tuple[str, ...], Any]] = [((), tree)]
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [((*path, str(k)), v) for k, v in list(value.items())[::-1]]
+        else:
+            out.append((path, _comparable(value)))
     return out
 
 

@@ -6,10 +6,11 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import WEIGHTS, Checkpoint, is_state, part_of
-from ckptctl.core.values import Array, Record, Tree
 from ckptctl.formats.hf.adapter import described as described_adapter
 from ckptctl.operations.elsewhere import reads_hub
+from ckptctl.operations.holdings import holdings
 from ckptctl.operations.opening import Reading, open_checkpoint, placeholders, require_tensors
+from ckptctl.operations.state_values import plain, state_values
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,14 +22,18 @@ AXES = ("tp", "pp", "vpp", "ep", "dp", "zero_stage", "world_size")
 
 
 @reads_hub()
-def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool = False) -> Document:
+def inspect(
+    path: Path | str, reading: Reading | None = None, *, tensors: bool = False, places: bool = False
+) -> Document:
     """What a checkpoint holds (schema ckptctl.inspect/1). Reads headers only.
 
-    A global that would run code is reported, not an error.
+    tensors lists them; places adds `holdings`, how much of each kind and layer lies in each file. A global that would
+    run code is reported, not an error.
     """
     checkpoint, evidence = open_checkpoint(path, reading)
     if not checkpoint.unsafe:
         require_tensors(checkpoint)
+    named = _under_one_naming(checkpoint)
     resumable, why = _resumable(checkpoint)
     document: Document = {
         "schema": "ckptctl.inspect/1",
@@ -40,10 +45,11 @@ def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool =
         "step": checkpoint.step,
         "family": checkpoint.facts.family,
         "kinds": _kinds(checkpoint),
-        "state": state_of(checkpoint),
+        "state": state_of(named),
+        "state_values": state_values(checkpoint),
         "groups": _groups(checkpoint),
         "ties": dict(checkpoint.ties),
-        "frozen": _frozen(checkpoint),
+        "frozen": _frozen(named),
         "resumable": resumable,
         "why": why,
         "quantized": checkpoint.quantized,
@@ -58,7 +64,18 @@ def inspect(path: Path | str, reading: Reading | None = None, *, tensors: bool =
     }
     if tensors:
         document["tensors"] = [described(k, t) for k, t in checkpoint.tensors.items()]
+    if places:
+        document["holdings"] = holdings(checkpoint)
     return document
+
+
+def _under_one_naming(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with one name for a weight and its state, where a Trainer gave them several."""
+    if checkpoint.facts.config is None or not any(map(is_state, checkpoint.tensors)):
+        return checkpoint
+    from ckptctl.operations.naming import under_hub_names  # what it wants takes longer to load than to run
+
+    return under_hub_names(checkpoint)
 
 
 @reads_hub()
@@ -187,33 +204,3 @@ def _frozen(checkpoint: Checkpoint) -> list[str]:
         for k in checkpoint.tensors
         if k.kind == "weight" and k.name not in updated and k.name not in checkpoint.ties
     ]
-
-
-def plain(tree: Tree, depth: int = 0) -> Any:
-    """A value tree as JSON data, for showing: what JSON has no word for becomes text."""
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return tree
-    if isinstance(tree, Array):
-        return _array(tree)
-    if depth > 40:
-        return "..."
-    if isinstance(tree, dict):
-        return {str(k): plain(v, depth + 1) for k, v in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [plain(v, depth + 1) for v in tree]
-    if isinstance(tree, (set, frozenset)):
-        return sorted((plain(v, depth + 1) for v in tree), key=repr)
-    if isinstance(tree, Record):
-        return f"<{tree.cls or 'object'}>"
-    return f"<{len(tree)} bytes>" if isinstance(tree, (bytes, bytearray)) else str(tree)
-
-
-def _array(value: Array) -> Any:
-    import numpy as np
-
-    from ckptctl.core.dtype import BY_NAME
-
-    if len(value.data) > 64:
-        return f"<{value.dtype} array of shape {tuple(value.shape)}>"
-    dtype = BY_NAME[value.dtype].numpy if value.dtype in BY_NAME else np.dtype(value.dtype)
-    return np.frombuffer(value.data, dtype).astype(object).reshape(value.shape).tolist()

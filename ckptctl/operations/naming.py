@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import names
 from ckptctl.core.checkpoint import OTHER, WEIGHTS, Checkpoint
-from ckptctl.core.errors import Damaged, MissingFact
+from ckptctl.core.errors import CkptError, Damaged, MissingFact
 from ckptctl.core.regroup import regrouped
 from ckptctl.core.remake import Made, Native, Recipe, from_hub, remade, to_hub
 from ckptctl.core.tensor import Key
@@ -126,6 +126,17 @@ def as_hub(checkpoint: Checkpoint, naming: str) -> Checkpoint:
     if naming in ("torchtitan", "megatron"):
         _require_known(checkpoint, {n.name for n in natives}, naming)
     return replace(renamed(checkpoint, to_hub(natives)), naming="")
+
+
+def under_hub_names(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint under names that a family's tensors have, where its own, or its optimizer's, are others."""
+    naming = naming_of(checkpoint)
+    if naming in ("", "disk", "module5", "module4") and not is_mixed(checkpoint, naming):
+        return checkpoint
+    try:
+        return as_hub(checkpoint, naming)
+    except CkptError:  # without a config its names stay its own, and completeness is not told
+        return checkpoint
 
 
 def _require_known(checkpoint: Checkpoint, known: set[str], naming: str) -> None:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from ckptctl.core.errors import Unrecognised, Unsupported, Usage
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import Key, Tensor
-from ckptctl.operations.inspecting import plain
 from ckptctl.operations.opening import Reading, open_checkpoint, require_safe
+from ckptctl.operations.state_values import plain
 from ckptctl.operations.tensors import TensorReader, typed
 
 if TYPE_CHECKING:

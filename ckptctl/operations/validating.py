@@ -24,7 +24,7 @@ from ckptctl.operations.checks.found import Found, Level
 from ckptctl.operations.checks.model import check_model
 from ckptctl.operations.checks.state import Resumable, check_state, resumable
 from ckptctl.operations.elsewhere import near, reads_hub
-from ckptctl.operations.naming import as_hub, is_mixed, naming_of
+from ckptctl.operations.naming import under_hub_names
 from ckptctl.operations.opening import TRACKERS, Reading, given_config, is_one_checkpoint, open_checkpoint, steps_of
 from ckptctl.remote import places
 from ckptctl.rules import SEVERITIES, Finding, finding, known_words
@@ -318,7 +318,7 @@ def _structure(found: Found, checkpoint: Checkpoint) -> None:
                 len(table)
         except CkptError as err:
             found.error(err, tensor=key.name)
-    named = _under_hub_names(checkpoint)
+    named = under_hub_names(checkpoint)
     check_model(found, named)
     check_state(found, named)
     for warning in checkpoint.warnings:
@@ -330,17 +330,6 @@ def _is_told(found: Found, warning: str) -> bool:
     """Whether a reader's warning is about what is a finding already: by its words, or by the file it names."""
     places = ((f.what, f.where.file.rpartition("/")[2]) for f in found.findings)
     return any(what in warning or (file and file in warning) for what, file in places)
-
-
-def _under_hub_names(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint under names that a family's tensors have, where its own, or its optimizer's, are others."""
-    naming = naming_of(checkpoint)
-    if naming in ("", "disk", "module5", "module4") and not is_mixed(checkpoint, naming):
-        return checkpoint
-    try:
-        return as_hub(checkpoint, naming)
-    except CkptError:  # without a config its names stay its own, and completeness is not told
-        return checkpoint
 
 
 def _resumes(one: _Checked, what: Validation, answer: Resumable) -> None:

@@ -12,27 +12,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptctl.core.errors import CkptError, Usage
-from ckptctl.report.text import json_text, nbytes
+from ckptctl.report.text import json_text, nbytes, state_leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Document = dict[str, Any]
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _LAYER = re.compile(r"((?:[^.]+\.)*?\d+)\.(.+)")
 _COLOURS = {"float32": "#4e79a7", "bfloat16": "#59a14f", "float16": "#edc948", "float64": "#b07aa1"}
 _OTHER = "#9c9a95"
+_RANKS, _LONG = 64, 400
 _MOST = 400
 """Rows of a table and modules of a picture that are shown; the rest is one line."""
 _STYLE = """
-:root{color-scheme:light dark}body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em}
+:root{color-scheme:light}body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:84em;padding:0 1.5em;
+color:#111;background:#fff}
 table{border-collapse:collapse;margin:.5em 0 1.5em}
 td,th{padding:.15em .7em;text-align:left;border-bottom:1px solid #8884;
 vertical-align:top}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}code{font-size:12px}
 h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}svg text{font:11px system-ui,sans-serif;fill:#111}
-.heat td{width:1.6em;height:1.4em;padding:0 .3em;text-align:center;border:1px solid #8882;color:#111}
-.heat th{font-weight:400}
+svg{display:block}
+.heat{font-size:12px}.heat td{width:1.6em;height:1.4em;padding:0 .3em;text-align:center;border:1px solid #8882}
+.heat td{white-space:nowrap}
+.heat th{font-weight:400;padding:.1em .3em;white-space:nowrap}
 .heat thead th{writing-mode:vertical-rl;transform:rotate(180deg);text-align:left}.wide{overflow-x:auto}
-.verdict{font-size:1.2em;font-weight:600}ul{margin:.2em 0}
+.verdict{font-size:1.2em;font-weight:600}ul{margin:.1em 0;padding-left:1.4em;list-style:none}
+.key{display:inline-block;margin-right:1.5em}.key i{display:inline-block;width:1em;height:1em;margin-right:.4em;
+vertical-align:-.15em}.yes{color:#1b6e2d}.no{color:#a3170d}
 """
 
 
@@ -125,12 +132,12 @@ def inspect_page(d: Document) -> str:
         "<h2>Tensors by kind</h2>",
         table(("kind", "#tensors", "#elements", "#size", "types"), kinds),
         "<h2>Weights by module and type</h2>",
-        treemap(_tiles(t for t in d.get("tensors", ()) if t["kind"] in ("weight", "buffer"))),
+        *_weights(d),
         "<h2>Training state</h2>",
         table(("part", ""), list(d["state"].items())),
+        _values(d["state_values"]),
         "<h2>Which file holds what</h2>",
-        f"<p>{text_of(layout or 'one place')}</p>",
-        _bars([(f["path"], f["bytes"]) for f in d["files"]]),
+        *_layout(d, layout),
         table(("file", "role", "#size"), sizes),
     ]
     findings = [("would run code", f"{u['file']}: {u['global']} {u['why']}") for u in d["unsafe"]]
@@ -142,12 +149,19 @@ def inspect_page(d: Document) -> str:
     return page(f"ckptctl inspect: {Path(d['path']).name}", parts)
 
 
+def _weights(d: Document) -> list[str]:
+    """The treemap of the weights, or of the masters where there are no others, with its colours' meaning."""
+    tensors = d.get("tensors", ())
+    kinds = ("weight", "buffer") if any(t["kind"] == "weight" for t in tensors) else ("master",)
+    mine = [t for t in tensors if t["kind"] in kinds]
+    return [_key({t["dtype"]: _COLOURS.get(t["dtype"], _OTHER) for t in mine}), treemap(_tiles(mine))]
+
+
 def _tiles(tensors: Iterable[Mapping[str, Any]]) -> list[Tile]:
-    """A tile for each module of all layers together, and type."""
+    """A tile for each module of all layers and experts together, and type."""
     sums: dict[tuple[str, str], int] = {}
     for t in tensors:
-        layer, module = _head(t["name"])
-        key = (f"{layer.rpartition('.')[0]}.*.{module}" if layer else module, t["dtype"])
+        key = (_NUMBER.sub(".*", t["name"]), t["dtype"])
         sums[key] = sums.get(key, 0) + t["bytes"]
     found = [
         Tile(f"{name} ({dtype}, {nbytes(n)})", n, _COLOURS.get(dtype, _OTHER)) for (name, dtype), n in sums.items() if n
@@ -159,19 +173,38 @@ def _tiles(tensors: Iterable[Mapping[str, Any]]) -> list[Tile]:
     return found
 
 
-def treemap(tiles: Sequence[Tile], width: float = 960, height: float = 420) -> str:
+def treemap(tiles: Sequence[Tile], width: float = 1100, height: float = 460) -> str:
     """An SVG whose rectangles have areas by weight, the largest first. Tiles come sorted."""
     if not tiles:
         return "<p>none</p>"
     out = []
     for tile, x, y, w, h in _places(list(tiles), 0, 0, width, height):
-        label = text_of(tile.label)
-        shown = f'<text x="{x + 4:.1f}" y="{y + 14:.1f}">{text_of(tile.label[: int(w / 6.4)])}</text>'
         out.append(
-            f'<g><title>{label}</title><rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" '
-            f'fill="{tile.colour}" fill-opacity=".75" stroke="#fff"/>{shown if w > 60 and h > 18 else ""}</g>'
+            f'<g><title>{text_of(tile.label)}</title><rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" '
+            f'height="{h:.1f}" fill="{tile.colour}" fill-opacity=".6" stroke="#fff"/>{_label(tile, x, y, w, h)}</g>'
         )
     return f'<svg viewBox="0 0 {width:g} {height:g}" width="100%" role="img">{"".join(out)}</svg>'
+
+
+def _label(tile: Tile, x: float, y: float, w: float, h: float) -> str:
+    """A tile's words, as many as it has room for: the end of a name tells more than its beginning."""
+    room = int((w - 8) / 6.6)
+    name, _, rest = tile.label.partition(" (")
+    words = name.split(".")
+    short = [".".join(words[i:]) for i in range(len(words))]
+    if len(words) > 1 and words[-1] in ("weight", "bias"):
+        short += [".".join(words[i:-1]) for i in range(len(words) - 1)]
+    fits = next((s for s in short if len(s) <= room), "")
+    if not fits or h < 18:
+        return ""
+    lines = [fits, *([rest.rstrip(")")] if h >= 34 and len(rest) <= room else [])]
+    return "".join(f'<text x="{x + 4:.1f}" y="{y + 14 + 14 * i:.1f}">{text_of(s)}</text>' for i, s in enumerate(lines))
+
+
+def _key(colours: Mapping[str, str]) -> str:
+    """What colours mean."""
+    shown = (f'<span class="key"><i style="background:{c}"></i>{text_of(n)}</span>' for n, c in colours.items())
+    return f"<p>{''.join(shown)}</p>"
 
 
 def _places(tiles: list[Tile], x: float, y: float, w: float, h: float) -> list[tuple[Tile, float, float, float, float]]:
@@ -194,17 +227,63 @@ def _places(tiles: list[Tile], x: float, y: float, w: float, h: float) -> list[t
     return out
 
 
-def _bars(rows: Sequence[tuple[str, int]], width: int = 960) -> str:
-    """A bar for each file, by its bytes."""
-    rows = [r for r in rows if r[1]][:64]
-    most = max((n for _, n in rows), default=1)
-    out = [
-        f'<rect x="0" y="{i * 20}" width="{max(1, width * n / most):.1f}" height="16" fill="#4e79a7" '
-        f'fill-opacity=".6"/>'
-        f'<text x="4" y="{i * 20 + 12}">{text_of(name)}: {nbytes(n)}</text>'
-        for i, (name, n) in enumerate(rows)
-    ]
-    return f'<svg viewBox="0 0 {width} {20 * len(rows) + 4}" width="100%" role="img">{"".join(out)}</svg>'
+def _layout(d: Document, layout: str) -> list[str]:
+    """Two pictures of files and what they hold: bytes of each kind, and each layer's share."""
+    rows = d.get("holdings", ())
+    files = list(dict.fromkeys(r["file"] for r in rows))[:_RANKS]
+    kinds = list(dict.fromkeys(r["kind"] for r in rows))
+    more = len({r["file"] for r in rows}) - len(files)
+    parts = [f"<p>{text_of(layout or 'one place')}{f'; {more} files more are not shown' if more else ''}</p>"]
+    parts += [_shares("What each file holds, by kind", rows, files, kinds, "kind", nbytes)]
+    main = [k for k in ("weight", "master", *kinds) if k in kinds][:1]
+    held = [r for r in rows if r["kind"] in main]
+    layers = list(dict.fromkeys(r["layer"] for r in held))[:_MOST]
+    if len(files) > 1 and held:
+        title = f"Which part of each layer each file holds ({main[0]})"
+        parts += [_shares(title, held, files, layers, "layer", None)]
+    return parts
+
+
+def _shares(
+    title: str,
+    rows: Iterable[Mapping[str, Any]],
+    files: Sequence[str],
+    columns: Sequence[str],
+    by: str,
+    shown: Callable[[int], str] | None,
+) -> str:
+    """Files down, kinds or layers across; a cell's colour is the file's share of the column. shown writes bytes."""
+    sums: dict[tuple[str, str], int] = {}
+    whole: dict[str, int] = {}
+    for r in rows:
+        sums[r["file"], r[by]] = sums.get((r["file"], r[by]), 0) + r["bytes"]
+        whole[r[by]] = whole.get(r[by], 0) + r["bytes"]
+    head = "".join(f"<th>{text_of(c or '(no layer)')}</th>" for c in columns)
+    lines = []
+    for file in files:
+        cells = []
+        for c in columns:
+            n = sums.get((file, c), 0)
+            share = n / whole[c] if whole[c] else 0.0
+            text = "" if not n else shown(n) if shown else f"{100 * share:.0f}"
+            tip = text_of(f"{file}, {c or 'no layer'}: {nbytes(n)}, {100 * share:.1f}%")
+            style = f' style="background:hsl(211 45% {96 - 36 * share:.0f}%)"' if n else ""
+            cells.append(f'<td{style} title="{tip}">{text}</td>')
+        lines.append(f"<tr><th>{text_of(file)}</th>{''.join(cells)}</tr>")
+    unit = "" if shown else "; % of the layer"
+    table = f'<table class="heat"><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    return f'<p>{text_of(title)}{unit}</p><div class="wide">{table}</div>'
+
+
+def _values(tree: Mapping[str, Any]) -> str:
+    """Nested values as nested lists."""
+    items = []
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            items.append(f"<li><b>{text_of(key)}</b>{_values(value)}</li>")
+        else:
+            items.append(f"<li>{text_of(key)}: {text_of(str(value)[:_LONG])}</li>")
+    return f"<ul>{''.join(items)}</ul>" if items else ""
 
 
 # ---- diff -----------------------------------------------------------------------------------------------------------
@@ -222,11 +301,12 @@ def diff_page(d: Document) -> str:
     tensors = list(d.get("stats", {}).get("tensors", ()))
     unlike = {(x["name"], x["kind"]): x for x in d["differences"]}
     for kind in dict.fromkeys(t["kind"] for t in tensors):
-        parts += [
-            f"<h2>{text_of(kind)}: where they differ</h2>",
-            _heat([t for t in tensors if t["kind"] == kind], unlike),
-        ]
-    found = [x for x in d["differences"] if "elements" in x or x["what"] != "value"]
+        mine = [t for t in tensors if t["kind"] == kind]
+        if any((t["name"], kind) in unlike for t in mine):
+            parts += [f"<h2>{text_of(kind)}: where they differ</h2>", _heat(mine, unlike)]
+        else:
+            parts += [f"<h2>{text_of(kind)}</h2>", f"<p>all {len(mine)} tensors are equal, bit for bit</p>"]
+    found = [x for x in d["differences"] if "path" not in x]
     rows = [
         (x["name"], x["kind"], x["what"], x.get("differing", ""), _number(x.get("max_abs")), _number(x.get("max_rel")),
          x.get("max_ulp", ""), x.get("detail", ""))
@@ -234,8 +314,7 @@ def diff_page(d: Document) -> str:
     ]  # fmt: skip
     columns = ("name", "kind", "differs in", "#elements", "#max abs", "#max rel", "#ULPs", "")
     parts += ["<h2>Differences</h2>", table(columns, rows)] if rows else []
-    values = {x["name"]: x.get("detail", "") for x in d["differences"] if x not in found}
-    parts += ["<h2>Training state</h2>", _tree(values)] if values else []
+    parts += ["<h2>Training state</h2>", _state(d["state"])] if d.get("state", {}).get("differ") else []
     layers = [
         (s["layer"] or "(none)", s["kind"], *(_number(s[k]) for k in ("norm_a", "norm_b", "norm_difference", "cosine")))
         for s in d.get("stats", {}).get("layers", ())
@@ -282,20 +361,12 @@ def _cell(t: Document, difference: Document | None) -> str:
     return f'<td style="background:{colour}" title="{text_of(title)}">{shown}</td>'
 
 
-def _tree(values: Mapping[str, str]) -> str:
-    """Names with dots as nested lists."""
-    root: dict[str, Any] = {}
-    for name, detail in values.items():
-        at = root
-        for word in name.split(".")[:40]:
-            at = at.setdefault(word, {})
-        at[""] = detail
-
-    def shown(node: Mapping[str, Any]) -> str:
-        items = (
-            f"<li>{text_of(k)}{': ' + text_of(v['']) if '' in v else ''}{shown(v)}</li>" for k, v in node.items() if k
-        )
-        inner = "".join(items)
-        return f"<ul>{inner}</ul>" if inner else ""
-
-    return shown(root)
+def _state(node: Document) -> str:
+    """The training state that two checkpoints have, as nested lists; equal values are counted."""
+    items = []
+    for key, value in node["differ"].items():
+        said = [f'<span class="no">{text_of(state_leaf(value))}</span>'] if "what" in value else []
+        said += [f'<span class="yes">{value["equal"]} equal</span>'] if value.get("equal") else []
+        inner = _state(value) if any(v.get("differ") or "what" in v for v in value.get("differ", {}).values()) else ""
+        items.append(f"<li><b>{text_of(key)}</b>: {'; '.join(said)}{inner}</li>")
+    return f"<ul>{''.join(items)}</ul>" if items else ""

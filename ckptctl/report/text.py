@@ -8,11 +8,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckptctl.core.errors import CkptError
 
 Document = dict[str, Any]
+_LINES, _WIDTH = 60, 100
 MOST_FROZEN = 6
 """Frozen weights that are named; `--json` has all."""
 
@@ -123,6 +124,9 @@ def inspect(d: Document, verbose: bool = False) -> None:
     _table((("kind", "left"), ("tensors", "right"), ("elements", "right"), ("size", "right"), ("types", "left")), rows)
     sys.stdout.write("\n")
     _table((("training state", "left"), ("", "left")), list(d["state"].items()))
+    if d["state_values"]:
+        sys.stdout.write("\nits values\n")
+        _cut(_tree(d["state_values"]), "--json has all")
     if d["groups"]:
         sys.stdout.write("\n")
         _table(
@@ -149,6 +153,27 @@ def inspect(d: Document, verbose: bool = False) -> None:
     if "tensors" in d:
         sys.stdout.write("\n")
         _tensors(d["tensors"])
+
+
+def _tree(node: Document, indent: str = "  ") -> list[str]:
+    """Nested values, a line each."""
+    lines = []
+    for key, value in node.items():
+        is_branch = isinstance(value, dict) and value
+        said = _clean(_said(value))
+        said = said if len(said) <= _WIDTH else f"{said[:_WIDTH]}..."
+        lines.append(f"{indent}{_clean(str(key))}" + ("" if is_branch else f": {said}"))
+        if is_branch:
+            lines += _tree(value, f"{indent}  ")
+    return lines
+
+
+def _cut(lines: Sequence[str], more: str) -> None:
+    """Writes lines, as many as a person reads."""
+    for line in lines[:_LINES]:
+        sys.stdout.write(f"{line}\n")
+    if len(lines) > _LINES:
+        sys.stdout.write(f"  ... and {len(lines) - _LINES} more lines: {more}\n")
 
 
 def _said(value: Any) -> str:
@@ -319,11 +344,44 @@ def _apart(x: Document) -> str:
     return f"; at most {x['max_abs']:.4g} apart ({x['max_rel']:.3g} relative{ulps}){nans}"
 
 
+def state_leaf(node: Document) -> str:
+    """How a value of the training state differs, in words."""
+    if node["what"] == "value":
+        return f"{_said(node['a'])} and {_said(node['b'])}"
+    side = node["what"].removeprefix("only-in-")
+    return f"only in {side}: {_said(node[side])}"
+
+
+def _state_tree(node: Document, indent: str = "  ") -> list[str]:
+    """The training state that two checkpoints have, a line a value that differs; equal ones are counted."""
+    lines = []
+    for key, value in node["differ"].items():
+        equal = f"{value['equal']} equal" if value.get("equal") else ""
+        said = "; ".join(filter(None, (state_leaf(value) if "what" in value else "", equal)))
+        lines.append(f"{indent}{_clean(str(key))}" + (f": {_clean(said)}" if said else ""))
+        if "differ" in value and any(True for _ in _unequal(value)):
+            lines += _state_tree(value, f"{indent}  ")
+    return lines
+
+
+def _unequal(node: Document) -> Iterator[Document]:
+    """Values below a node that differ."""
+    for value in node.get("differ", {}).values():
+        if "what" in value:
+            yield value
+        yield from _unequal(value)
+
+
 def diff(d: Document, verbose: bool = False) -> None:
     """The text of `diff`."""
-    if d["differences"]:
-        rows = [(x["name"], x["kind"], x["what"], x.get("detail", "") + _apart(x)) for x in d["differences"]]
+    listed = [x for x in d["differences"] if "path" not in x]  # the others are in the tree
+    if listed:
+        rows = [(x["name"], x["kind"], x["what"], x.get("detail", "") + _apart(x)) for x in listed]
         _table((("name", "left"), ("kind", "left"), ("differs in", "left"), ("", "left")), rows)
+        sys.stdout.write("\n")
+    if d.get("state", {}).get("differ"):
+        sys.stdout.write("training state\n")
+        _cut(_state_tree(d["state"]), "--json has all")
         sys.stdout.write("\n")
     if d.get("stats", {}).get("layers"):
         keys = ("norm_a", "norm_b", "norm_difference", "cosine")

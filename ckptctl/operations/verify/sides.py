@@ -14,7 +14,6 @@ from ckptctl.core.checkpoint import EMA, MASTER, OTHER, WEIGHTS, Checkpoint
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.remake import from_hub
 from ckptctl.core.tensor import Key
-from ckptctl.operations.inspecting import plain
 from ckptctl.operations.naming import as_hub, naming_of, natives_of, renamed
 from ckptctl.operations.opening import (
     open_checkpoint,
@@ -24,6 +23,7 @@ from ckptctl.operations.opening import (
     require_safe,
     require_tensors,
 )
+from ckptctl.operations.state_values import plain
 from ckptctl.operations.tensors import TensorReader, as_number, scalar
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import MASTER, WEIGHTS, Checkpoint
 from ckptctl.core.errors import MissingFact, Unsupported
-from ckptctl.operations.inspecting import plain
+from ckptctl.operations.state_values import plain
 from ckptctl.operations.tensors import as_number
 
 if TYPE_CHECKING:
