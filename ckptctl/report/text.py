@@ -379,7 +379,7 @@ def diff(d: Document, verbose: bool = False) -> None:
         rows = [(x["name"], x["kind"], x["what"], x.get("detail", "") + _apart(x)) for x in listed]
         _table((("name", "left"), ("kind", "left"), ("differs in", "left"), ("", "left")), rows)
         sys.stdout.write("\n")
-    if d.get("state", {}).get("differ"):
+    if any(_unequal(d.get("state", {}))):
         sys.stdout.write("training state\n")
         _cut(_state_tree(d["state"]), "--json has all")
         sys.stdout.write("\n")

@@ -20,7 +20,10 @@ OF_COMMANDS = {
     "plan-incomplete", "unsafe-path", "write-failed", "internal", "system", "groups-differ", "scalars-differ",
     "compressed-corrupt", "config-shape-mismatch", "mapping", "mesh-does-not-divide",
     "module-prefix", "several-models", "family-unknown", "key-map", "key-map-unmapped",
-    "in-place", "needs-yes", "not-written", "hub-not-here",
+    "in-place", "needs-yes", "not-written", "steps-differ", "like-differs", "check-failed", "damaged-state",
+    "hub-differs", "hub-not-here", "hub-refused", "model-unknown", "native-failed", "native-timeout", "native-unknown",
+    "needs-install", "no-device", "no-language-model", "pickle-not-clean", "remote-code", "shape-mismatch",
+    "weights-missing",
 }  # fmt: skip
 _CODE = re.compile(
     r"""(?:code=|CODE = |\.note\(\s*|_problem\([\w.]+, |bad\([^()]*, )"([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\""""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import json
+import lzma
 import os
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import CkptError, Unrecognised, Unsupported
 from ckptctl.core.values import Global, Storage, TensorRef
@@ -32,10 +34,22 @@ if TYPE_CHECKING:
     from ckptctl.operations.checks.found import Found
 
 TORCH = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".th", ".tar")
+_UNPICKLED = (".joblib", ".dat", ".data", ".npy", ".npz")
+"""Names of files that other loaders unpickle: looked at for that alone."""
 _ALWAYS_TORCH = (".pt", ".pth", ".ckpt")
 _JSON_LIMIT = 4 << 20
 _HEAD = 1024
 _MEMBER_LIMIT = 64 << 20
+_PICKLED = (".pkl", ".pickle", ".joblib", ".dat", ".data", ".npy")
+_HIGHEST_PROTOCOL = 5
+_COMPRESSED: tuple[tuple[bytes, Callable[[], Any]], ...] = (
+    (b"\x1f\x8b", lambda: zlib.decompressobj(31)),
+    (b"\x78", zlib.decompressobj),
+    (b"BZ", bz2.BZ2Decompressor),
+    (b"\xfd7zXZ", lzma.LZMADecompressor),
+    (b"\x5d\x00", lzma.LZMADecompressor),
+)
+"""How joblib compresses, by first bytes. Source: joblib 1.5, joblib/compressor.py."""
 _UNFINISHED = (".tmp", ".part", ".incomplete", ".crdownload")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 FRAMEWORKS = ("torch", "numpy", "builtins", "collections", "transformers", "deepspeed", "megatron")
@@ -107,6 +121,8 @@ def _file(found: Found, name: str, path: Path) -> None:
             _json(found, name, reader)
         elif base.endswith(TORCH) or base == ".metadata":
             _torch(found, name, reader, kind)
+        elif base.endswith(_UNPICKLED):
+            _unread(found, name, reader, kind)
 
 
 def _is_usable(found: Found, name: str, problems: list[CkptError], severity: Callable[[CkptError], Severity]) -> bool:
@@ -192,15 +208,39 @@ def _unread(found: Found, name: str, reader: FileBytes, kind: str) -> None:
         except CkptError:  # it is why the file cannot be read, and is told
             return
         _members(found, name, reader, directory, None)
-    elif kind == "pickle":
-        broken = load_until_broken(reader.read(0, min(reader.nbytes, _MEMBER_LIMIT)), name)
-        _safe(found, name, broken.unsafe, ())
+    elif kind not in ("empty", "lfs", "html", "zeros", "tar"):
+        _safe(found, name, load_until_broken(_unpacked(reader), name).unsafe, ())
+
+
+def _unpacked(reader: FileBytes) -> bytes:
+    """A file's first bytes as its loader unpickles them: decompressed as joblib does, from behind a NumPy header on."""
+    data = reader.read(0, min(reader.nbytes, _MEMBER_LIMIT))
+    for magic, opened in _COMPRESSED:
+        if data.startswith(magic):
+            try:
+                data = opened().decompress(data, _MEMBER_LIMIT)
+            except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError):  # nobody can read it
+                return b""
+            break
+    return _behind_header(data)
+
+
+def _behind_header(data: bytes) -> bytes:
+    """The pickle behind the header of a .npy file of objects, nothing of one of numbers; other data as they are.
+
+    Source: NumPy 2.2, numpy/lib/format.py, the format's description.
+    """
+    if not data.startswith(b"\x93NUMPY") or len(data) < 12:
+        return data
+    start = 12 if data[6] > 1 else 10
+    stop = start + int.from_bytes(data[8:start], "little")
+    return data[stop:] if b"O" in data[start:stop] else b""
 
 
 def _members(found: Found, name: str, reader: FileBytes, directory: ZipDirectory, main: ZipRecord | None) -> None:
     """Pickles of an archive besides its main one: torch does not look at them, and other loaders do."""
     for record in directory.records.values():
-        if record is main or not record.name.endswith((".pkl", ".pickle")):
+        if record is main or not _may_be_pickle(reader, record):
             continue
         if max(record.nbytes, record.compressed_nbytes) > _MEMBER_LIMIT or record.method not in (0, 8):
             why = f"{record.name} has {record.nbytes:,} bytes, zip method {record.method}"
@@ -213,12 +253,23 @@ def _members(found: Found, name: str, reader: FileBytes, directory: ZipDirectory
             data = data if record.method == 0 else zlib.decompressobj(-15).decompress(data, _MEMBER_LIMIT)
         except zlib.error:  # nobody can read it
             continue
+        data = _behind_header(data)
         try:
             loaded = load(data, where, persistent=Storages(where), rebuild=CALLS, finish=arrays.FINISH)
         except CkptError:  # perhaps no pickle, whatever its name
             _safe(found, name, load_until_broken(data, where).unsafe, ())
         else:
             _safe(found, name, loaded.unsafe, unknown(loaded.globals))
+
+
+def _may_be_pickle(reader: FileBytes, record: ZipRecord) -> bool:
+    """Whether a member is a pickle by its name, or by its first bytes where it is no storage of torch's."""
+    if record.name.endswith(_PICKLED):
+        return True
+    if record.method or record.nbytes < 2 or "/data/" in record.name:
+        return False
+    head = reader.read(record.start, 2)
+    return head[0] == 0x80 and head[1] <= _HIGHEST_PROTOCOL
 
 
 def safe_globals(found: Found, name: str, opened: TorchFile) -> None:
