@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ckptctl.operations.pushing import Push
     from ckptctl.operations.running import Running
-    from ckptctl.remote.repository import Repository, Tree
+    from ckptctl.remote.repository import Repository
 
 Document = dict[str, Any]
 _LIGHTNING = re.compile(r"(?:.*[-_=])?step[=_-]?(\d{1,12})(?:-v\d+)?\.ckpt", re.ASCII)
@@ -78,23 +78,21 @@ def push_steps(
             raise Usage("--keep-last is for a run's folder", why=f"{src} is one checkpoint")
         return _push_one(src, wanted, reading, running, repository, progress)
     tree = repository.tree(wanted.revision) or (repository.tree(MAIN) if wanted.revision != MAIN else None)
-    on_hub = _numbers(tree.files if tree is not None else ())
     local = _pushable(run, reading.step)
-    newest = sorted({*local, *on_hub})
-    kept = set(newest if wanted.keep_last is None else newest[-wanted.keep_last :])
-    kept |= run.named if reading.step is None else set()
-    kept |= _named_on_hub(repository, tree, run)
-    going = sorted(n for n in local if n in kept)
-    if not going:
-        raise Usage("no step is left to push", why=f"newer ones are on the Hub: {', '.join(map(str, sorted(kept)))}")
+    going, held = _steps(run, local, wanted, reading, repository, tree)
+    threads = running.jobs or 4
+    steps = [(n, [_local(f, run.root) for f in _files(local[n])]) for n in going]
+    trackers = [_local(run.root / name, run.root) for name, n in run.trackers.items() if n in held]
+    last = Parcel(trackers, {}, _pruning(run, held) if wanted.keep_last is not None else None)
     alone = Reading(reading.model_config, reading.format, None, reading.param_order, reading.module, reading.key_map)
-    checked = [checked_document(wanted, local[n], alone, running, progress) for n in going]
     about = inspect(local[going[-1]], alone)
-    held = sorted(n for n in {*going, *on_hub} if n in kept)
-    parcels = [(n, [_local(f, run.root) for f in _files(local[n])]) for n in going]
-    trackers = [_local(run.root / name, run.root) for name, n in run.trackers.items() if n in going or n in on_hub]
-    last = Parcel(trackers, {}, _pruning(kept) if wanted.keep_last is not None else None)
     last.facts = _facts(about, src, wanted, reading, held)
+    ends = [*trackers, *with_card(last, repository, tree)]
+    picked = {f.path for f in chosen([*(f for _, files in steps for f in files), *ends], wanted)}
+    made = [(n, hashed([f for f in files if f.path in picked], threads)) for n, files in steps]
+    files = tree.files if tree is not None else {}
+    new = [n for n, step in made if any(not f.is_held(files.get(f.path)) for f in step)]
+    checked = [checked_document(wanted, local[n], alone, running, progress) for n in new]
     document: Document = {
         "schema": "ckptctl.push/1",
         "source": {
@@ -108,25 +106,35 @@ def push_steps(
         "steps": [{"step": n, "path": local[n].name} for n in going],
         "warnings": [*about["warnings"], *run.notes],
     }
-    ends = [*trackers, *with_card(last, repository, tree)]
-    picked = {f.path for f in chosen([*(f for _, files in parcels for f in files), *ends], wanted)}
-    threads = running.jobs or 4
+    made_ends = hashed([f for f in ends if f.path in picked], threads)
     if running.dry_run:
-        made = hashed([f for _, files in [*parcels, (0, ends)] for f in files if f.path in picked], threads)
-        planned = change(tree or HubTree("", {}), made, last.stale)
+        every = [*(f for _, step in made for f in step), *made_ends]
+        planned = change(tree or HubTree("", {}), every, last.stale)
         return told(document, repository, wanted, planned.sent, planned.there, planned.deleted, dry_run=True)
     ready(repository, wanted)
     message = wanted.message or f"Upload {src.resolve().name}"
     publication = Publication(
         repository, wanted.revision, message, as_pull=wanted.create_pr, threads=running.jobs, progress=progress
     )
-    for number, files in parcels:
-        step = hashed([f for f in files if f.path in picked], threads)
+    for number, step in made:
         publication.put(step, message=f"{message}: step {number}")
-    publication.put(
-        hashed([f for f in ends if f.path in picked], threads), last.stale, message=f"{message}: {_what(held)}"
-    )
+    publication.put(made_ends, last.stale, message=f"{message}: {_what(held)}")
     return finished(publication.finish(), document, repository, wanted)
+
+
+def _steps(
+    run: _Run, local: dict[int, Path], wanted: Push, reading: Reading, repository: Repository, tree: HubTree | None
+) -> tuple[list[int], list[int]]:
+    """The steps that are pushed, and those that the repository has afterwards. Usage where none is pushed."""
+    on_hub = set(_on_hub(run, tree.files if tree is not None else ()).values())
+    newest = sorted({*local, *on_hub})
+    kept = set(newest if wanted.keep_last is None else newest[-wanted.keep_last :])
+    kept |= run.named if reading.step is None else set()
+    kept |= _named_on_hub(repository, tree, run)
+    going = sorted(n for n in local if n in kept)
+    if not going:
+        raise Usage("no step is left to push", why=f"newer ones are on the Hub: {', '.join(map(str, sorted(kept)))}")
+    return going, sorted(n for n in {*going, *on_hub} if n in kept)
 
 
 def _push_one(
@@ -254,13 +262,23 @@ def _local(file: Path, base: Path) -> Local:
 # ---- what lies on the Hub -------------------------------------------------------------------------------------------
 
 
-def _numbers(paths: Iterable[str]) -> set[int]:
-    """The steps in a repository, by the first part of its paths."""
+def _naming(name: str) -> str:
+    """A step's name without its number: what a run calls its steps."""
+    return "*.ckpt" if _LIGHTNING.fullmatch(name) else name.rstrip("0123456789")
+
+
+def _on_hub(run: _Run, paths: Iterable[str]) -> dict[str, int]:
+    """The run's steps in a repository: what is at its top under names like those that the run gives, by name.
+
+    A folder that others made, such as notes/ or 2026/, is none, unless the run names its steps so.
+    """
+    namings = {_naming(p.name) for p in run.steps.values()}
     tops = {p.partition("/")[0] for p in paths if "/" in p or _LIGHTNING.fullmatch(p)}
-    return {n for n in map(step_number, tops) if n is not None}
+    named = {top: step_number(top) for top in tops if _naming(top) in namings}
+    return {top: n for top, n in named.items() if n is not None}
 
 
-def _named_on_hub(repository: Repository, tree: Tree | None, run: _Run) -> set[int]:
+def _named_on_hub(repository: Repository, tree: HubTree | None, run: _Run) -> set[int]:
     """The steps that trackers of the repository name and that none of the run's takes the place of."""
     out = set()
     for name in TRACKERS:
@@ -270,17 +288,12 @@ def _named_on_hub(repository: Repository, tree: Tree | None, run: _Run) -> set[i
     return {n for n in out if n is not None}
 
 
-def _pruning(kept: set[int]) -> Callable[[HubTree], list[str]]:
-    """What --keep-last takes away: folders and files of steps that are not kept."""
+def _pruning(run: _Run, held: list[int]) -> Callable[[HubTree], list[str]]:
+    """What --keep-last takes away: folders and files of steps that are not to be held."""
 
     def stale(tree: HubTree) -> list[str]:
-        out = set()
-        for path in tree.files:
-            top, slash, _ = path.partition("/")
-            number = step_number(top) if slash or _LIGHTNING.fullmatch(path) else None
-            if number is not None and number not in kept:
-                out.add(top + slash)
-        return sorted(out)
+        gone = [top for top, n in _on_hub(run, tree.files).items() if n not in held]
+        return sorted(top if top in tree.files else f"{top}/" for top in gone)
 
     return stale
 

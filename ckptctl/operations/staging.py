@@ -5,6 +5,7 @@ A conversion that was interrupted, or could not be sent, is found again by the s
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -69,6 +70,7 @@ def staged(
         yield Stage(None, [], document["fidelity"], True, planned_nbytes=document["plan"]["written_bytes"])
         return
     home = _home(src, checkpoint, wanted, repr((what, reading)))
+    held = _locked(home)
     try:
         out, note = home / "out", home / "convert.json"
         if out.is_dir() and note.is_file():
@@ -76,7 +78,9 @@ def staged(
         else:
             again = replace(running, resume=any(home.iterdir()), report=None, plan_out=None, overwrite=False)
             document = _converted(src, out, what, reading, again, progress)
-            note.write_text(json.dumps(document))
+            draft = note.with_suffix(".tmp")
+            draft.write_text(json.dumps(document))
+            draft.replace(note)
         files = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
         yield Stage(
             out,
@@ -87,13 +91,26 @@ def staged(
             config=checkpoint.facts.config,
             adapter=checkpoint.adapter,
         )
-    except (Interrupted, KeyboardInterrupt):
-        raise
-    except BaseException:
-        shutil.rmtree(home, ignore_errors=True)
+    except BaseException as err:
+        if not isinstance(err, Interrupted | KeyboardInterrupt):
+            shutil.rmtree(home, ignore_errors=True)
         raise
     else:
         shutil.rmtree(home, ignore_errors=True)
+    finally:
+        os.close(held)
+
+
+def _locked(home: Path) -> int:
+    """A descriptor that holds a folder for this process. CkptError where another one has it."""
+    held = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as err:
+        os.close(held)
+        what = "another push of the same checkpoint is under way"
+        raise CkptError(what, where=str(home), fix="wait for it", code="in-use") from err
+    return held
 
 
 def _converted(

@@ -21,7 +21,7 @@ FIRST_WAIT_SECONDS = 1.0
 """Before the second try; each wait is twice the one before."""
 _LONGEST_WAIT_SECONDS = 60.0
 """What a server may ask for by Retry-After; one that wants a longer pause is believed, and the user told."""
-_TEMPORARY = frozenset({408, 412, 425, 429, 500, 502, 503, 504})
+_TEMPORARY = frozenset({408, 412, 425, 429})
 """412: a commit came between ours and what it was made for; what is there is looked at again."""
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}|\b[Bb]earer +[^\s'\",;]+")
 _WORDS_LIMIT = 600
@@ -64,7 +64,7 @@ def status_of(err: BaseException) -> int:
 def may_pass(err: BaseException) -> bool:
     """Whether another try may do: a server that is busy or down, a connection that broke."""
     status = status_of(err)
-    return status in _TEMPORARY or (not status and _is_transport(err))
+    return status in _TEMPORARY or status >= 500 or (not status and _is_transport(err))
 
 
 def refusal(what: str, where: str, err: BaseException) -> CkptError:

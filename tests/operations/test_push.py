@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.checkpoints import ckpt, fixture
+from tests.support.checkpoints import ROOT, ckpt, fixture
 from tests.support.commands import ckptctl, document, good, refused
 from tests.support.hub_client import hub, start, use  # noqa: F401 (a fixture)
 from tests.support.hub_server import TOKEN, HubServer
@@ -91,7 +91,7 @@ def test_large_files_go_in_parts_and_a_part_that_fails_is_sent_again(hub, tmp_pa
     assert len(hub.asked("PUT", "/part/2$")) == 2
 
 
-@pytest.mark.parametrize("act", [429, 503, "drop", "lose"])
+@pytest.mark.parametrize("act", [408, 429, 503, 520, "drop", "lose"])
 def test_a_commit_that_fails_or_whose_answer_is_lost_is_made_once(hub, small, act):  # noqa: F811
     hub.fail("POST", "/commit/", act)
     done = document("push", small, REPO)
@@ -412,6 +412,34 @@ def test_an_adapter_goes_as_it_is_and_its_card_names_the_base(hub, tmp_path):  #
     assert [r.status for r in hub.asked("POST", "validate-yaml")] == [200]
 
 
+def test_two_pushes_of_one_conversion_do_not_meet(hub, tmp_path):  # noqa: F811
+    source, config = ckpt("torch/fsdp2_dp2_dcp"), fixture("torch/fsdp2_dp2_dcp") / "truth"
+    words = ("push", source, REPO, "--model-config", config, "--work-dir", tmp_path)
+    codes = []
+
+    def meanwhile(handler):
+        from tests.support.hub_routes import preupload
+
+        codes.append(
+            subprocess.run([sys.executable, "-m", "ckptctl", *map(str, words)], env=env, check=False).returncode
+        )
+        preupload(handler)
+
+    env = {**os.environ, **hub.environment(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    hub.fail("POST", "/preupload/", meanwhile)
+    good(*words)
+    assert codes == [3]
+    assert "model.safetensors" in hub.files(REPO)
+
+
+def test_offline_is_heeded(hub, small, monkeypatch):  # noqa: F811
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refused("push", small, REPO)["code"] == "hub-offline"
+    assert not hub.requests
+
+
 def test_a_source_on_the_hub_is_refused(hub):  # noqa: F811
     assert refused("push", "hf://org/a", REPO, code=2)["code"] == "hub-not-here"
     assert refused("push", "hf://org/a", REPO, "--as-is", code=2)["code"] == "hub-not-here"
@@ -587,10 +615,10 @@ def test_keep_last_takes_older_steps_from_the_hub_when_the_new_ones_are_there(hu
 
 def test_the_step_that_the_pointer_names_is_never_deleted(hub, tmp_path):  # noqa: F811
     run = run_of(tmp_path / "run", 3, tracker=3)
-    hub.add("model", "org/run", {"global_step7/a.pt": b"a", "global_step9/a.pt": b"a", "notes/x": b"n"})
+    hub.add("model", "org/run", {"global_step7/a.pt": b"a", "global_step9/a.pt": b"a", "1999/x": b"n"})
     done = document("push", run, "org/run", "--as-is", "--keep-last", "1", "--no-check")
     assert done["deleted"] == ["global_step7/"]
-    assert tops(hub) == ["README.md", "global_step3", "global_step9", "latest", "notes"]
+    assert tops(hub) == ["1999", "README.md", "global_step3", "global_step9", "latest"]
 
 
 def test_a_step_that_is_still_being_saved_is_left_out(hub, tmp_path):  # noqa: F811
