@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.core.errors import Damaged, MissingFile
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.bytesource import FileBytes
-from ckptctl.formats.megatron import classic_optimizer, model
-from ckptctl.formats.megatron.collect import Span, Whole
+from ckptctl.formats.megatron import classic_optimizer, model, runconfig
+from ckptctl.formats.megatron.collect import Whole
 from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.found import Found, require_states
 from ckptctl.formats.megatron.groups import Param, parts_of
-from ckptctl.formats.megatron.rankfile import RankFile, opened_file, put
+from ckptctl.formats.megatron.rankfile import FileAt, RankFile, opened_file, put
 from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE, Rank, by_rank, model_file, rank_folders
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import VALUE_LIMIT, map_leaves, read_array
@@ -40,19 +40,33 @@ def read(path: Path, hints: Hints) -> Found:
     if first is None:
         raise MissingFile("no rank's file of weights is there", where=str(path), fix="copy the folder again")
     with FileBytes(first, name=_name(path, first)) as reader:
-        opened = open_torch(reader)
-        facts = replace(_facts(opened), given=hints.facts.config or {})
+        facts = _facts(open_torch(reader))
+    version = 0.0
+    if not facts.args:
+        args, where = runconfig.args_beside(path)
+        facts, version = Facts(args, where or facts.where), 3.0 if args else 0.0
+    facts = replace(facts, given=hints.facts.config or {})
     facts.require_known()
-    out = Found(facts, "classic", Whole(hints.replica, hints.verify_replicas))
+    in_release = path.name == "release"
+    files = {
+        rank: FileAt(file, _name(path, file), beside=None if in_release else file.parent / OPTIMIZER_FILE)
+        for rank, file in by_rank(path, facts).items()
+    }
+    whole = Whole(hints.replica, hints.verify_replicas)
+    return read_files(files, Found(facts, "classic", whole, version=version), str(path))
+
+
+def read_files(files: Mapping[Rank, FileAt], out: Found, where: str) -> Found:
+    """The files of all ranks of a mesh. As read."""
     said: dict[str, Tree] = {}
-    for rank, file in by_rank(path, facts).items():
-        said[_name(path, file)] = _rank(path, file, rank, out)
+    for rank, file in files.items():
+        said[file.name] = _rank(file, rank, out)
     _require_own_places(said)
-    _require_layers(out, str(path))
+    _require_layers(out, where)
     if out.stateless and out.has_optimizer:
         raise MissingFile(
             f"{out.stateless} ranks have no optimizer's state, others do",
-            where=str(path),
+            where=where,
             why=f"it lies in their {OPTIMIZER_FILE}" if out.distributed else "",
             fix="copy the files of all ranks",
             code="optimizer-missing",
@@ -61,7 +75,7 @@ def read(path: Path, hints: Hints) -> Found:
         out.warnings.append(f"no rank has the optimizer's moments: {OPTIMIZER_FILE} is not there")
     out.tensors = dict(out.whole.tensors())
     if out.distributed:
-        require_states(out, str(path))
+        require_states(out, where)
     out.warnings += out.whole.warnings()
     return out
 
@@ -82,23 +96,26 @@ def _facts(opened: TorchFile) -> Facts:
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def _rank(path: Path, file: Path, rank: Rank, out: Found) -> Tree:
+def _rank(file: FileAt, rank: Rank, out: Found) -> Tree:
     """Takes a rank's files. Returns the number that it has in the whole run by its own account, None for none."""
     with ExitStack() as stack:
-        reader = stack.enter_context(FileBytes(file, name=_name(path, file)))
-        opened = opened_file(reader, out)
+        reader = stack.enter_context(file.open())
+        opened = opened_file(reader, out, file.archive)
         root = opened.root
         if not isinstance(root, dict):
             return None  # unsafe: nothing of it is taken
         _require_same_save(root, opened, out)
-        here = _model(root, rank, opened, reader, len(out.sources) - 1, out)
-        tree = root.get("optimizer")
-        beside = file.parent / OPTIMIZER_FILE
-        if tree is not None and file.parent.parent.name != "release":
+        here = RankFile(rank, {}, [], {}, {}, opened, reader, len(out.sources) - 1, file.start)
+        _model(root, here, out)
+        if _is_bare(root):
+            return None
+        tree, beside = root.get("optimizer"), file.beside
+        if tree is not None and beside is not None:
             parts = parts_of(tree, opened.path)
             if beside.is_file():
                 out.distributed = out.has_optimizer = True
-                flat = stack.enter_context(FileBytes(beside, name=_name(path, beside)))
+                name = f"{file.name.rpartition('/')[0]}/{beside.name}"
+                flat = stack.enter_context(FileBytes(beside, name=name))
                 classic_optimizer.distributed(parts, here, flat, out)
             elif any(p.state for p in parts):
                 out.has_optimizer = True
@@ -155,6 +172,9 @@ def _chunks(root: Mapping[Any, Tree], vpp: int, where: str) -> Iterator[tuple[in
         if isinstance(root.get("state_dict"), dict):
             yield 0, root["state_dict"]
             return
+        if _is_bare(root):
+            yield 0, root
+            return
         raise Damaged(
             "a rank's file has no model",
             where=where,
@@ -162,6 +182,11 @@ def _chunks(root: Mapping[Any, Tree], vpp: int, where: str) -> Iterator[tuple[in
             code="model-missing",
         )
     yield from found
+
+
+def _is_bare(root: Mapping[Any, Tree]) -> bool:
+    """Whether a file is the weights by name and nothing else, as NeMo's archives have them."""
+    return bool(root) and all(isinstance(v, TensorRef) or str(k).endswith("_extra_state") for k, v in root.items())
 
 
 def _flat(tree: Mapping[Any, Tree], prefix: str = "") -> Iterator[tuple[str, Tree]]:
@@ -174,13 +199,11 @@ def _flat(tree: Mapping[Any, Tree], prefix: str = "") -> Iterator[tuple[str, Tre
             yield name, value
 
 
-def _model(
-    root: Mapping[Any, Tree], rank: Rank, opened: TorchFile, reader: FileBytes, number: int, out: Found
-) -> RankFile:
-    facts = out.facts
-    version = root.get("checkpoint_version", 0)
-    version = float(version) if isinstance(version, (int, float)) else 0.0
-    here = RankFile(rank, {}, [], {}, {}, opened, reader, number)
+def _model(root: Mapping[Any, Tree], here: RankFile, out: Found) -> None:
+    """Takes a rank's weights, chunk by chunk."""
+    facts, rank, opened = out.facts, here.rank, here.opened
+    said = root.get("checkpoint_version", out.version)
+    version = float(said) if isinstance(said, (int, float)) else 0.0
     for chunk, tree in _chunks(root, facts.vpp, opened.path):
         names = {k: (model.local_name(k), v) for k, v in _flat(tree)}
         out.fused = out.fused or any(model.is_fused(k) for k, (_, v) in names.items() if isinstance(v, TensorRef))
@@ -207,8 +230,7 @@ def _model(
             layer = model.layer_of(name)
             if layer is not None:
                 out.layers.add(layer + spot.first_layer)
-            put(name, chunk, "weight", Span(ref, number, opened, reader), 0, ref.shape, here, out)
-    return here
+            put(name, chunk, "weight", here.span(ref), 0, ref.shape, here, out)
 
 
 def _extra_state(names: Mapping[str, tuple[str, Tree]], where: str, out: Found) -> None:

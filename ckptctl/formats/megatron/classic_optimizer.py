@@ -69,7 +69,7 @@ def _state(identity: Tree, param: Param, part: Part, here: RankFile, out: Found)
                     fix="take the weights alone with --no-optimizer",
                     code="optimizer-groups",
                 )
-            span = Span(value, here.number, here.opened, here.reader)
+            span = here.span(value)
             put(param.name, param.chunk, str(kind), span, 0, value.shape, here, out)
 
 
@@ -88,7 +88,7 @@ def _masters(masters: Tree, params: list[Param], here: RankFile, out: Found) -> 
             raise Damaged(
                 f"the float32 copy of {param.name} is not of its shape", where=here.opened.path, code="optimizer-groups"
             )
-        span = Span(value, here.number, here.opened, here.reader)
+        span = here.span(value)
         put(param.name, param.chunk, "master", span, 0, value.shape, here, out)
 
 
@@ -160,7 +160,7 @@ def _require_weight(param: Param, span: Span, offset: int, here: RankFile) -> No
 
     Nothing else in a file of buffers says whose it is: another rank's has the same names and sizes.
     """
-    weight = Span(here.refs[param.chunk, param.name], here.number, here.opened, here.reader)
+    weight = here.span(here.refs[param.chunk, param.name])
     n, total = min(_SAMPLE_NUMEL, weight.ref.numel), weight.ref.numel
     if weight.dtype != span.dtype:
         return

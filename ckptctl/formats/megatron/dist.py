@@ -27,7 +27,7 @@ from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.found import Found, number_of, require_states
 from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
 from ckptctl.formats.megatron.groups import Part as Chained
-from ckptctl.formats.torchfile.read import open_torch
+from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import map_leaves, read_array
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from ckptctl.core.values import Tree
     from ckptctl.formats import Hints
+    from ckptctl.formats.bytesource import ByteSource
 
 COMMON = "common.pt"
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z_0-9]+)\.(.+)")
@@ -52,32 +53,40 @@ def read(path: Path, hints: Hints) -> Found:
     if not (path / COMMON).is_file():
         raise MissingFile(f"{COMMON} is missing", where=str(path), fix="copy the file")
     with FileBytes(path / COMMON, name=COMMON) as reader:
-        opened = open_torch(reader)
-        root = map_leaves(opened.root, lambda ref, _: read_array(ref, reader))
-        nbytes = reader.nbytes
-    if not isinstance(root, dict):
-        root = {}
-        if not opened.unsafe:
-            raise Damaged(f"{COMMON} holds no dict", where=str(path), code="root-damaged")
-    arrays = zarr.is_zarr(path)
+        opened, root = common_of(reader)
+        sizes = [(COMMON, reader.nbytes)]
     facts, root = _facts(path, root)
-    facts = replace(facts, given=hints.facts.config or {})
-    facts.require_known()
-    whole = Whole(hints.replica, hints.verify_replicas)
-    out = Found(facts, "zarr" if arrays else "torch_dist", whole, fused=True)
-    out.unsafe += [UnsafeGlobal(COMMON, str(f.name), f.why) for f in opened.unsafe]
-    out.unknown.update(str(f.name) for f in opened.unknown)
-    out.sizes.append((COMMON, nbytes))
-    if arrays:
-        index = zarr.read_index(path)
+    if zarr.is_zarr(path):
+        variant, index = "zarr", zarr.read_index(path)
     else:
         with FileBytes(path / NAME, name=NAME) as reader:
-            index = read_index(reader)
-            out.sizes.append((NAME, reader.nbytes))
-    out.unsafe += index.unsafe
+            variant, index = "torch_dist", read_index(reader)
+            sizes.append((NAME, reader.nbytes))
+    whole = Whole(hints.replica, hints.verify_replicas)
+    out = Found(replace(facts, given=hints.facts.config or {}), variant, whole, fused=True, sizes=sizes)
     for name in index.files:
         out.sources.append(Source(name))
         out.sizes.append((name, (path / name).stat().st_size if (path / name).is_file() else 0))
+    return read_parts(opened, root, index, path, out)
+
+
+def common_of(reader: ByteSource) -> tuple[TorchFile, dict[str, Tree]]:
+    """common.pt, and its dict with tensors as values. Damaged where it holds none."""
+    opened = open_torch(reader)
+    root = map_leaves(opened.root, lambda ref, _: read_array(ref, reader))
+    if not isinstance(root, dict):
+        if not opened.unsafe:
+            raise Damaged(f"{COMMON} holds no dict", where=reader.path, code="root-damaged")
+        root = {}
+    return opened, root
+
+
+def read_parts(opened: TorchFile, root: Mapping[str, Tree], index: Index, path: Path, out: Found) -> Found:
+    """What common.pt and an index say, the index's files being in the folder path."""
+    out.facts.require_known()
+    out.unsafe += [UnsafeGlobal(COMMON, str(f.name), f.why) for f in opened.unsafe]
+    out.unknown.update(str(f.name) for f in opened.unknown)
+    out.unsafe += index.unsafe
     out.layer_keys = any(_SINGLE.fullmatch(n) for n in index.items)
     folder = Folder(path, index, out)
     iteration = number_of(root.get("iteration", root.get("global_step")))

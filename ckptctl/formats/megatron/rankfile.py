@@ -7,16 +7,36 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import UnsafeGlobal
 from ckptctl.core.tensor import Source
+from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.megatron import model
+from ckptctl.formats.megatron.collect import Span
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ckptctl.core.values import TensorRef
-    from ckptctl.formats.bytesource import FileBytes
-    from ckptctl.formats.megatron.collect import Span
     from ckptctl.formats.megatron.found import Found
     from ckptctl.formats.megatron.groups import Param
     from ckptctl.formats.megatron.ranks import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class FileAt:
+    """Where a rank's file is: a file, or bytes [start, stop) of an archive that holds it under a name."""
+
+    path: Path
+    name: str
+    start: int = 0
+    stop: int | None = None
+    beside: Path | None = None
+    """The distributed optimizer's file, where there may be one."""
+    archive: int = 0
+    """Bytes of the archive that it is in, 0 where it is in none."""
+
+    def open(self) -> FileBytes:
+        """Its bytes."""
+        return FileBytes(self.path, self.start, self.stop, name=self.name)
 
 
 @dataclass
@@ -31,13 +51,24 @@ class RankFile:
     opened: TorchFile
     reader: FileBytes
     number: int
+    base: int = 0
+    """Where the file begins in the source: above 0 in an archive."""
+
+    def span(self, ref: TensorRef) -> Span:
+        """The bytes of one of its tensors."""
+        return Span(ref, self.number, self.opened, self.reader, self.base)
 
 
-def opened_file(reader: FileBytes, out: Found) -> TorchFile:
-    """A file's tree; the file, and what its pickle asks for, are added to what was found."""
+def opened_file(reader: FileBytes, out: Found, archive: int = 0) -> TorchFile:
+    """A file's tree; the file, and what its pickle asks for, are added to what was found.
+
+    archive: bytes of the archive that it is a member of, which is the source of all then.
+    """
     opened = open_torch(reader)
-    out.sources.append(Source(reader.path))
-    out.sizes.append((reader.path, reader.nbytes))
+    if not archive:
+        out.sizes.append((reader.path, reader.nbytes))
+    if not archive or not out.sources:
+        out.sources.append(Source("" if archive else reader.path))
     out.unsafe += [UnsafeGlobal(reader.path, str(f.name), f.why) for f in opened.unsafe]
     out.unknown.update(str(f.name) for f in opened.unknown)
     out.unsupported += [(f"{reader.path}: {where}", why) for where, why in opened.unsupported]

@@ -15,8 +15,8 @@ from ckptctl.core.remake import Native, remade, to_hub
 from ckptctl.core.tensor import Key, Part, Tensor
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.bytesource import read_whole
-from ckptctl.formats.megatron import classic, dist, fsdp, heads, model, zarr
-from ckptctl.formats.megatron.found import optimizer_of
+from ckptctl.formats.megatron import archive, classic, dist, fsdp, heads, model, zarr
+from ckptctl.formats.megatron.found import Found, optimizer_of
 from ckptctl.formats.megatron.ranks import model_file, rank_folders
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 def detect(path: Path) -> Evidence | None:
     """A run's folder with a tracker, or an iteration's: ranks' folders, or common.pt beside .metadata (torch_dist)."""
     if not path.is_dir():
-        return None
+        return Evidence("megatron", "it is a NeMo archive", path) if archive.is_archive(path) else None
     here = _of_iteration(path)
     if here is not None:
         return here
@@ -99,8 +99,7 @@ def _iteration(path: Path) -> Path:
 def read(path: Path, hints: Hints) -> Checkpoint:
     """The checkpoint of one iteration. See classic.read and dist.read for what is refused."""
     path = _iteration(path)
-    read_it = dist.read if (path / "common.pt").is_file() else fsdp.read if fsdp.is_fsdp(path) else classic.read
-    found = read_it(path, hints)
+    found = _found(path, hints)
     tensors = _ordered(found.tensors)
     heads.require_fitting(tensors, found.facts, str(path))
     tensors, padding = _vocabulary(tensors, found.facts.true_vocabulary, str(path))
@@ -143,6 +142,14 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         rounded_masters=True,
         gap_reason="zip headers, pickles and alignment; copies that other ranks hold; a float32 run's masters",
     )
+
+
+def _found(path: Path, hints: Hints) -> Found:
+    if path.is_file():
+        return archive.read(path, hints)
+    if (path / "common.pt").is_file():
+        return dist.read(path, hints)
+    return fsdp.read(path, hints) if fsdp.is_fsdp(path) else classic.read(path, hints)
 
 
 def _ordered(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:

@@ -20,10 +20,10 @@ from ckptctl.formats.bytesource import read_whole
 from ckptctl.formats.dcp.metadata import ByteItem, Chunks, Index
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Mapping
 
 ARRAY = ".zarray"
-_BACKEND = "metadata.json"
+BACKEND = "metadata.json"
 _TYPES = {
     "bfloat16": "bfloat16", "<f4": "float32", "<f2": "float16", "<f8": "float64", "|u1": "uint8", "|i1": "int8",
     "<i2": "int16", "<i4": "int32", "<i8": "int64", "|b1": "bool",
@@ -34,48 +34,50 @@ _MOST_CHUNKS = 1 << 24
 
 def is_zarr(path: Path) -> bool:
     """Whether a folder's metadata.json says that its tensors are zarr arrays."""
-    file = path / _BACKEND
-    if not file.is_file() or file.stat().st_size > 1 << 20:
-        return False
+    file = path / BACKEND
+    return file.is_file() and says_zarr(read_whole(file, 1 << 20))
+
+
+def says_zarr(text: bytes) -> bool:
+    """Whether a metadata.json says that tensors are zarr arrays."""
     try:
-        said = json.loads(read_whole(file, 1 << 20))
+        said = json.loads(text)
     except (ValueError, RecursionError):
         return False
     return isinstance(said, dict) and said.get("sharded_backend") == "zarr"
 
 
 def read_index(path: Path) -> Index:
-    """Every array and object of the folder. Unsupported for codecs and types that are not read, by name."""
+    """Every array and object of a folder. As index_of."""
+    sizes = {}
+    for top, folders, files in os.walk(path):
+        folders.sort()
+        for file in sorted(files) if Path(top) != path else ():
+            full = Path(top) / file
+            sizes[full.relative_to(path).as_posix()] = full.stat().st_size
+    return index_of(sizes, lambda name: read_whole(path / name, 1 << 20), str(path))
+
+
+def index_of(sizes: Mapping[str, int], read: Callable[[str], bytes], where: str) -> Index:
+    """Every array and object among files of those sizes, by their names in a folder; read gives a small one's bytes.
+
+    Unsupported for codecs and types that are not read, by name.
+    """
     out = Index()
-    for folder, arrays in _folders(path):
-        name = folder.relative_to(path).as_posix()
-        if ARRAY in arrays:
-            out.items[name] = _array(folder, name, out)
-            continue
-        for file in arrays:
-            if _OBJECT.fullmatch(file):
-                out.files.append(f"{name}/{file}")
-                item = f"{name}/{file.removesuffix('.pt')}"
-                out.items[item] = ByteItem(item, len(out.files) - 1, 0, (folder / file).stat().st_size)
+    for file, nbytes in sizes.items():
+        name, _, last = file.rpartition("/")
+        if last == ARRAY:
+            out.items[name] = _array(name, _metadata(read(file), name), sizes, out)
+        elif _OBJECT.fullmatch(last):
+            out.files.append(file)
+            item = file.removesuffix(".pt")
+            out.items[item] = ByteItem(item, len(out.files) - 1, 0, nbytes)
     if not out.items:
-        raise MissingFile(
-            "no array is there", where=str(path), why=f"{_BACKEND} says zarr", fix="copy the folder again"
-        )
+        raise MissingFile("no array is there", where=where, why=f"{BACKEND} says zarr", fix="copy the folder again")
     return out
 
 
-def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Folders below a path with their files, in order of names; those of an array are not gone into."""
-    for top, folders, files in os.walk(path):
-        folders.sort()
-        if ARRAY in files:
-            folders.clear()
-        if Path(top) != path:
-            yield Path(top), sorted(files)
-
-
-def _array(folder: Path, name: str, out: Index) -> Chunks:
-    said = _metadata(folder, name)
+def _array(name: str, said: dict[str, Any], sizes: Mapping[str, int], out: Index) -> Chunks:
     shape, chunk = (_sizes(said, k, name) for k in ("shape", "chunks"))
     dtype = _dtype(said, name)
     if len(shape) != len(chunk) or any(n < 1 for n in chunk):
@@ -98,7 +100,7 @@ def _array(folder: Path, name: str, out: Index) -> Chunks:
     first = len(out.files)
     for row in at.tolist():
         file = str(separator).join(map(str, row)) if row else "0"
-        have = _nbytes(folder / file)
+        have = sizes.get(f"{name}/{file}")
         if have != nbytes:
             what = (
                 f"chunk {file} of {name} is not there" if have is None else f"chunk {file} of {name} has {have} bytes"
@@ -114,18 +116,14 @@ def _array(folder: Path, name: str, out: Index) -> Chunks:
     return Chunks(name, dtype, shape, lo, size, numbers, np.zeros(n, np.int64), lengths, bare=True)
 
 
-def _nbytes(file: Path) -> int | None:
-    return file.stat().st_size if file.is_file() else None
-
-
-def _metadata(folder: Path, name: str) -> dict[str, Any]:
-    file = folder / ARRAY
+def _metadata(text: bytes, name: str) -> dict[str, Any]:
+    where = f"{name}/{ARRAY}"
     try:
-        said = json.loads(read_whole(file, 1 << 20))
+        said = json.loads(text)
     except (ValueError, RecursionError) as err:
-        raise Damaged(f"{ARRAY} of {name} is no JSON", where=str(file), why=str(err), code="metadata-damaged") from err
+        raise Damaged(f"{ARRAY} of {name} is no JSON", where=where, why=str(err), code="metadata-damaged") from err
     if not isinstance(said, dict):
-        raise Damaged(f"{ARRAY} of {name} is no JSON object", where=str(file), code="metadata-damaged")
+        raise Damaged(f"{ARRAY} of {name} is no JSON object", where=where, code="metadata-damaged")
     for key in ("compressor", "filters"):
         codec = said.get(key)
         if codec:

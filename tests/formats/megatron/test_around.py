@@ -5,7 +5,9 @@ No run of those made the files here; their layout is what the sources named in t
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
@@ -268,6 +270,91 @@ def test_a_nemo_2_folder_is_read_with_the_facts_of_its_context(tmp_path):
     told = document("inspect", tmp_path / "nemo")
     assert (told["format"], told["variant"], told["step"]) == ("megatron", "torch_dist", 8)
     require_source(tmp_path / "nemo", source, tmp_path)
+
+
+# ---- NeMo 1 ----------------------------------------------------------------------------------------------------------
+
+NEMO = """\
+num_layers: 4
+hidden_size: 16
+ffn_hidden_size: 24
+num_attention_heads: 4
+num_query_groups: 2
+activation: fast-swiglu
+share_embeddings_and_output_weights: false
+tensor_model_parallel_size: {tp}
+pipeline_model_parallel_size: 1
+tokenizer:
+  library: sentencepiece
+  model: nemo:abc.model
+"""
+
+
+def tar(path, files, mode="w"):
+    with tarfile.open(path, mode) as out:
+        for name, data in files.items():
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(data)
+            out.addfile(info, io.BytesIO(data))
+
+
+def cut(name, array, rank, tp):
+    """A rank's part of a tensor, as megatron-core's layers are cut."""
+    if name.endswith("linear_fc1.weight"):
+        return np.concatenate([np.split(half, tp)[rank] for half in np.split(array, 2)])
+    axis = 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0
+    return array if "norm" in name else np.split(array, tp, axis)[rank]
+
+
+def nemo(tmp_path, tp, mode="w"):
+    source, w = made(tmp_path, "llama")
+    whole = {f"decoder.layers.{n}.{t}": a for n in range(LAYERS) for t, a in layer_of(w, n).items()} | outer(w)
+    files = {"model_config.yaml": NEMO.format(tp=tp).encode()}
+    for rank in range(tp):
+        folder = f"mp_rank_{rank:02d}/" if tp > 1 else ""
+        held = {f"model.{n}": cut(n, a, rank, tp) for n, a in whole.items()}
+        files[f"{folder}model_weights.ckpt"] = plain_pickle(held)
+    tar(tmp_path / "model.nemo", files, mode)
+    return source, tmp_path / "model.nemo", files
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_nemo_archive_is_read_in_place(tp, tmp_path):
+    source, path, _ = nemo(tmp_path, tp)
+    told = document("inspect", path)
+    assert (told["format"], told["variant"], told["layout"]["tp"]) == ("megatron", "nemo", tp)
+    require_source(path, source, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "zarr"])
+def test_a_nemo_archive_of_distributed_weights_is_read_in_place(kind, tmp_path):
+    source, w = made(tmp_path, "llama")
+    folder = tmp_path / "weights"
+    if kind == "dcp":
+        write_dcp(folder, stacked(w, "model."), chunks=2)
+    else:
+        zarr(folder, stacked(w, "model."))
+    (folder / "common.pt").write_bytes(plain_pickle({"sharded": 1}))
+    files = {"model_config.yaml": NEMO.format(tp=2).encode()}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            files[f"model_weights/{file.relative_to(folder).as_posix()}"] = file.read_bytes()
+    tar(tmp_path / "model.nemo", files)
+    require_source(tmp_path / "model.nemo", source, tmp_path)
+
+
+def test_a_nemo_archive_that_is_compressed_or_lacks_parts_is_refused(tmp_path):
+    _, path, files = nemo(tmp_path, 2, "w:gz")
+    error = refused("inspect", path)
+    assert "compressed with gzip" in error["what"]
+    assert "gunzip" in error["fix"]
+    tar(path, {n: d for n, d in files.items() if "mp_rank_01" not in n})
+    assert "1 of 2 ranks are missing: mp_rank_01" in refused("inspect", path)["what"]
+    tar(path, {n: d for n, d in files.items() if "config" not in n})
+    assert "model_config.yaml is not in the archive" in refused("inspect", path)["what"]
+    tar(path, files)
+    path.write_bytes(path.read_bytes()[:9000])
+    assert refused("inspect", path)["exit_code"] == 3
 
 
 @pytest.mark.parametrize(
