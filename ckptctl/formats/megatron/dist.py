@@ -162,11 +162,64 @@ def _weights(folder: Folder, out: Found) -> None:
         key = key.removeprefix("module.").removeprefix("model.")
         raw[Key(key, kind)] = folder.tensor(name, Key(key, kind))
     out.has_optimizer = any(k.kind != "weight" for k in raw)
-    made = remade(raw, to_hub([native(name, raw) for name in dict.fromkeys(k.name for k in raw)]))
+    shaped = _unflattened(raw)
+    made = remade(shaped, to_hub([native(name, shaped) for name in dict.fromkeys(k.name for k in shaped)]))
     half = {k.name for k, m in made.items() if k.kind == "weight" and m.tensor.dtype.name != "float32"}
     out.tensors = {
         k: replace(m.tensor, key=k) for k, m in made.items() if not (k.kind == "master" and k.name not in half)
     }
+
+
+def _unflattened(raw: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    """Tensors of the file's keys in their own shapes: fully_sharded_model_space keeps states as flat runs of parts.
+
+    A tensor that ranks cut in a grid of (x, y) parts is (x, y, elements of a part) there, cut again along the last.
+    Source: core_v0.14.0, core/dist_checkpointing/strategies/torch.py, sharded_tensor_to_torch_sharded_tensor.
+    """
+    out: dict[Key, Tensor] = {}
+    flat: dict[Key, Tensor] = {}
+    natives: dict[str, Native] = {}
+    for key, tensor in raw.items():
+        weight = raw.get(Key(key.name))
+        if key.kind == "weight" or weight is None or len(tensor.shape) != len(weight.shape) + 1:
+            out[key] = tensor
+            continue
+        *grid, numel = tensor.shape
+        if any(n < 1 or w % n for w, n in zip(weight.shape, grid, strict=True)) or numel != _part_numel(
+            weight.shape, grid
+        ):
+            raise Damaged(
+                f"{key.kind} of {key.name} is {tensor.shape}, no grid of parts of {weight.shape}",
+                where=NAME,
+                code="metadata-damaged",
+            )
+        # Grids differ where masters are cut in another way than moments; one name for each.
+        name = f"{key.name}#{'.'.join(map(str, grid))}"
+        flat[Key(name, key.kind)] = tensor
+        natives[name] = _grid(name, key.name, tensor.shape, weight.shape)
+    for name, made in natives.items():
+        own = remade({k: t for k, t in flat.items() if k.name == name}, to_hub([made]))
+        out |= {k: replace(m.tensor, key=k) for k, m in own.items()}
+    return out
+
+
+def _part_numel(shape: tuple[int, ...], grid: list[int]) -> int:
+    total = 1
+    for w, n in zip(shape, grid, strict=True):
+        total *= w // n
+    return total
+
+
+def _grid(name: str, hub: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Native:
+    """A grid of flat parts as the tensor that it is."""
+    *grid, _ = shape
+    part = tuple(w // n for w, n in zip(whole, grid, strict=True))
+    view = (*grid, *part)
+    hub_view = tuple(n for pair in zip(grid, part, strict=True) for n in pair)
+    k = len(grid)
+    axes = (*(2 * i for i in range(k)), *(2 * i + 1 for i in range(k)))
+    zero = (0,) * len(view)
+    return Native(name, shape, (Part(Key(hub), view, zero, view, hub_view, zero, axes),), (whole,))
 
 
 def native(key: str, raw: Mapping[Key, Tensor]) -> Native:
