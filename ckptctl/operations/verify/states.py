@@ -46,6 +46,8 @@ class States:
     scratch: Path | None = None
     """The folder for what is kept between steps; None: on the device."""
     kept: dict[str, State] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Each parameter's number in the names of its files: they stay while others' are read and written."""
 
     def __post_init__(self) -> None:
         self.kinds = self.side.states
@@ -70,9 +72,10 @@ class States:
         if state.is_derived:
             state.master = None
         if self.scratch is not None:
+            number = self.numbers.setdefault(name, len(self.numbers))
             for kind, value in ((MASTER, state.master), *state.moments.items()):
                 if value is not None:
-                    file = self.scratch / f"{len(self.kept)}-{kind}"
+                    file = self.scratch / f"{number}-{kind}"
                     state.files.append((kind, file, tuple(value.shape), value.dtype))
                     _write(value, file)
             state.master, state.moments = None, {}
