@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ckptctl.api import CheckpointView, TensorHandle, convert, diff, inspect, open, push, reshard, strip, validate
+    from ckptctl.api import (
+        CheckpointView,
+        TensorHandle,
+        convert,
+        diff,
+        inspect,
+        open,
+        push,
+        reshard,
+        strip,
+        validate,
+        verify,
+    )
     from ckptctl.core.errors import CkptError
 
 __all__ = [
@@ -31,6 +43,7 @@ __all__ = [
     "reshard",
     "strip",
     "validate",
+    "verify",
 ]
 
 

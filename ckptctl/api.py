@@ -341,3 +341,25 @@ def validate(
     for one that does not exist.
     """
     return operations.validate(paths, operations.Validation(**flags), operations.Reading(model_config), memory=memory)
+
+
+def verify(
+    a: str | Path,
+    b: str | Path | None = None,
+    *,
+    model_config: str | Path | None = None,
+    batch: str | Path | None = None,
+    rows: int = 4,
+    columns: int = 32,
+    seed: int = 1234,
+    **flags: Any,
+) -> dict[str, Any]:
+    """What `ckptctl verify` does; returns what its `--json` prints. Needs torch and Transformers.
+
+    batch is a batch file; else rows x columns tokens are drawn from seed. flags are those of the command: steps,
+    device, dtype, layers, memory, offload, lr (a tuple), clip, no_optimizer, no_model, same_settings, vocabulary. TypeError for
+    one that does not exist.
+    """
+    wanted = operations.Batches(batch, rows=rows, columns=columns, seed=seed)
+    what = operations.Verification(batch=wanted, **flags)
+    return operations.verify_training(a, b, what, operations.Reading(model_config))

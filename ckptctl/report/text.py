@@ -289,6 +289,12 @@ def convert(d: Document, verbose: bool = False) -> None:
         f"wrote {nbytes(plan['written_bytes'])}{resumed} to {d['target']['path']} "
         f"in {result['seconds']:.1f} s ({nbytes(int(rate))}/s)\n"
     )
+    if "verify" in d:
+        found = d["verify"]
+        how = "bit for bit" if found["tolerance"]["mode"] == "bits" else "within tolerances"
+        sys.stdout.write(f"verified: the next step from it is the source's, {how}\n")
+        for note in found["notes"]:
+            sys.stdout.write(f"note: {_clean(note)}\n")
 
 
 def strip(d: Document, verbose: bool = False) -> None:

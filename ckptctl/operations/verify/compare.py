@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import MASTER
+from ckptctl.formats.schedule import schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +111,13 @@ def compare(a: Record, b: Record, measure: Measure, unlike: Sequence[Unlike] = (
 
 
 def schedules_unlike(sides: Sequence[Side], rates: Sequence[Sequence[Rate]]) -> list[Document]:
-    """The first step, of those whose rates are known, at which the sides' schedules give a parameter another rate."""
+    """The first step at which the sides' schedules give a parameter another rate, where both are of one kind.
+
+    A schedule of another framework is no copy: formats that cannot hold the source's get one of their own.
+    """
+    kinds = [[set(s) for s in schedulers(side.checkpoint.values)[0] if isinstance(s, Mapping)] for side in sides]
+    if not kinds[0] or kinds[0] != kinds[1]:
+        return []
     a, b = (s.settings for s in sides)
     for name in a:
         if name not in b or not all(isinstance(s[name].get("lr"), (int, float)) for s in (a, b)):

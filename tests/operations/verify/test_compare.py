@@ -1,0 +1,101 @@
+"""Two records: what is equal, what differs, which parameter is named."""
+
+from __future__ import annotations
+
+from ckptctl.operations.verify.compare import Measure, compare
+from ckptctl.operations.verify.record import Record, Trained
+
+
+def record(**change):
+    parameters = {}
+    for name in ("a", "b"):
+        parameters[name] = Trained(
+            name, (2,), {"weight": f"{name}0", "exp_avg": f"{name}m"}, {"weight": f"{name}1"}, {"weight": [1.0, 2.0]},
+            [0.5], 3.0, 4.0, {"lr": 0.1, "betas": (0.9, 0.95)},
+        )  # fmt: skip
+    made = Record([4.5], ["l"], [0.7], [[0.1]], parameters)
+    for name, value in change.items():
+        setattr(made, name, value)
+    return made
+
+
+def found(a, b, measure=None):
+    judged = compare(a, b, measure or Measure("float32"))
+    return [(d["name"], d["kind"]) for d in judged.differences], judged
+
+
+def test_equal_records_are_equal():
+    differences, judged = found(record(), record())
+    assert differences == []
+    assert judged.equal
+    assert judged.compared["loss"] == 1
+
+
+def test_a_loss_a_digest_a_rate_that_differ():
+    assert found(record(), record(losses=[4.5000001]))[0] == [("", "loss")]
+    assert found(record(), record(logits=["m"]))[0] == [("", "logits")]
+    assert found(record(), record(lr=[[0.2]]))[0] == [("", "lr")]
+
+
+def test_nan_is_itself():
+    nan = float("nan")
+    assert found(record(losses=[nan]), record(losses=[nan]))[0] == []
+    assert found(record(losses=[nan]), record())[0] == [("", "loss")]
+
+
+def test_the_cause_is_told_from_what_follows_of_it():
+    """b's weight is wrong: a's gradient, and so its update, differs too, and comes first."""
+    other = record()
+    other.parameters["b"].before["weight"] = "x"
+    other.parameters["a"].after["weight"] = "y"
+    other.parameters["b"].after["weight"] = "z"
+    _, judged = found(record(), other)
+    assert judged.first["name"] == "a"
+    assert judged.cause["name"] == "b"
+
+
+def test_counts_and_settings_are_told():
+    other = record()
+    other.parameters["a"].step_before = 2.0
+    other.parameters["b"].settings = {"lr": 0.1, "betas": [0.9, 0.999]}
+    differences, judged = found(record(), other)
+    assert differences == [("a", "step"), ("b", "group")]
+    assert "3 and 2 updates" in judged.differences[0]["detail"]
+
+
+def test_lists_and_tuples_of_the_same_numbers_are_equal():
+    other = record()
+    other.parameters["b"].settings = {"lr": 0.1, "betas": [0.9, 0.95]}
+    assert found(record(), other)[0] == []
+
+
+def test_a_parameter_on_one_side_only_is_told():
+    other = record()
+    del other.parameters["b"]
+    assert found(record(), other)[0] == [("b", "weight")]
+
+
+def test_a_master_on_one_side_is_the_other_s_weight():
+    other = record()
+    for p in other.parameters.values():
+        p.after["master"] = p.after["weight"]
+    assert found(record(), other)[0] == []
+    other.parameters["a"].after["master"] = "x"
+    assert found(record(), other)[0] == [("a", "master")]
+
+
+def test_within_tolerance_only_where_types_differ():
+    other = record()
+    other.parameters["a"].after["weight"] = "x"
+    other.parameters["a"].samples["weight"] = [1.0, 2.0078125]
+    assert found(record(), other)[0] == [("a", "updated weight")]
+    wide = Measure("bfloat16", widths={"a": "bfloat16"})
+    assert found(record(), other, wide)[0] == []
+    other.parameters["a"].samples["weight"] = [1.0, 2.25]
+    assert found(record(), other, wide)[0] == [("a", "updated weight")]
+    other.parameters["a"].before["weight"] = "y"  # what was loaded has no tolerance
+    assert ("a", "weight") in found(record(), other, wide)[0]
+
+
+def test_untied_copies_are_told():
+    assert found(record(), record(untied=[("head", "a")]))[0] == [("head", "weight")]
