@@ -357,8 +357,8 @@ def verify(
     """What `ckptctl verify` does; returns what its `--json` prints. Needs torch and Transformers.
 
     batch is a batch file; else rows x columns tokens are drawn from seed. flags are those of the command: steps,
-    device, dtype, layers, memory, offload, lr (a tuple), clip, no_optimizer, no_model, same_settings, vocabulary. TypeError for
-    one that does not exist.
+    device, dtype, layers, memory, offload, lr (a tuple), clip, no_optimizer, no_model, same_settings, vocabulary.
+    TypeError for one that does not exist.
     """
     wanted = operations.Batches(batch, rows=rows, columns=columns, seed=seed)
     what = operations.Verification(batch=wanted, **flags)
