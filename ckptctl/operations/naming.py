@@ -124,8 +124,17 @@ def as_hub(checkpoint: Checkpoint, naming: str) -> Checkpoint:
     present = {k.name for k in checkpoint.tensors}
     natives = [n for n in natives_of(checkpoint, naming, present) if n.name in present]
     if naming in ("torchtitan", "megatron"):
-        _require_known(checkpoint, {n.name for n in natives}, naming)
+        _require_known(checkpoint, {n.name for n in natives} | set(_kept(present, naming)), naming)
+    kept = _kept({k.name for k in checkpoint.tensors if k.kind in WEIGHTS}, naming)
+    if kept:
+        told = f"{len(kept)} weights of multi-token prediction keep Megatron's names, such as {kept[0]}"
+        checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, told))
     return replace(renamed(checkpoint, to_hub(natives)), naming="")
+
+
+def _kept(names: Iterable[str], naming: str) -> list[str]:
+    """Names that a naming's own models have and the hub has none for: they stay as they are, both ways."""
+    return sorted(n for n in names if naming == "megatron" and n.startswith("mtp."))
 
 
 def under_hub_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -188,7 +197,8 @@ def named_for(content: Content, naming: str) -> tuple[Content, list[Line]]:
     held = {n for n, _ in content.states} | set(content.weights)
     natives = [n for n in natives if any(p.hub.name in held for p in n.parts)]
     if naming in ("torchtitan", "megatron"):
-        _require_nameable(content, {p.hub.name for n in natives for p in n.parts}, naming)
+        known = {p.hub.name for n in natives for p in n.parts}
+        _require_nameable(content, known | set(_kept(content.weights, naming)), naming)
     recipes = from_hub(natives)
     if not recipes:
         return content, []

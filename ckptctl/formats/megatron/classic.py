@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.core.errors import Damaged, MissingFile
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.bytesource import FileBytes
-from ckptctl.formats.megatron import classic_optimizer, model, runconfig
+from ckptctl.formats.megatron import classic_optimizer, model, predicted, runconfig
 from ckptctl.formats.megatron.collect import Whole
 from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.found import Found, require_states
@@ -210,6 +210,7 @@ def _model(root: Mapping[Any, Tree], here: RankFile, out: Found) -> None:
         refs = {n: v for n, v in names.values() if isinstance(v, TensorRef) and not n.endswith("_extra_state")}
         _extra_state(names, opened.path, out)
         shapes = {n: v.shape for n, v in refs.items()}
+        predicted.require_readable(shapes, facts, opened.path)
         spot = model.Spot(
             rank.tp,
             facts.tp,

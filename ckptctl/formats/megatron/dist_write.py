@@ -16,7 +16,7 @@ from ckptctl.core.output import OutputFile, Put
 from ckptctl.core.remake import Composed, Native, from_hub, remade
 from ckptctl.core.tensor import Key, Part, Tensor
 from ckptctl.formats.dcp.write import Named, laid_out
-from ckptctl.formats.megatron import model, runargs
+from ckptctl.formats.megatron import model, predicted, runargs
 from ckptctl.formats.megatron.classic_write import step_array
 from ckptctl.formats.megatron.write import MOMENTS, ZEROS, Target, common
 from ckptctl.formats.target import Choices, Item, Line
@@ -223,9 +223,10 @@ def _extra_states(target: Target, stacks: Mapping[str, _Stack]) -> Iterator[str]
         for at, _ in stack.indices() if found else ():
             yield f"{found[1]}._extra_state/shard_{_dotted(at)}_{_dotted(stack.shape)}"  # type: ignore[index]
     stacked = {n for stack in stacks.values() for row in stack.rows for n in row}
+    yield from predicted.extra_states({n: i.shape for n, i in target.weights.items()})
     for name in target.weights:
         found = re.fullmatch(r"(.+\.linear_\w+)\.weight", _key(name, target))
-        if found is not None and name not in stacked:
+        if found is not None and name not in stacked and not name.startswith(predicted.PREFIX):
             yield f"{found[1]}._extra_state/shard_0_1"
 
 

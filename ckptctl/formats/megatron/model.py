@@ -48,6 +48,7 @@ _CUTS: tuple[tuple[str, int | None], ...] = (
     (r"embedding\.word_embeddings\.weight|output_layer\.(?:weight|bias)", 0),
     (r"self_attention\.linear_(?:qkv|q_proj|q_up_proj|kv_up_proj)\.(?:weight|bias)", 0),
     (r"linear_fc1\.(?:weight|bias)", 0),
+    (r"mtp\.layers\.\d+\.eh_proj\.(?:weight|bias)", 0),
     (r"(?:self_attention\.linear_proj|linear_fc2)\.weight", 1),
     (r"(?:self_attention\.linear_proj|linear_fc2)\.bias", None),
     (r"(?:\w*layernorm|\w*norm)\.(?:weight|bias)", None),
@@ -235,7 +236,7 @@ def order_fused(name: str) -> tuple[int, int, int, int, int]:
 
 def order(name: str) -> tuple[int, int, int, int, int]:
     """Sorts names as named_parameters() has them: by module in order of registration, weight before bias."""
-    head = ("embedding.word", "embedding.position", "embedding.", "decoder.layers.", "decoder.final", "output_layer")
+    head = ("embedding.word", "embedding.position", "embedding.", "decoder.layers.", "decoder.", "mtp.", "output_layer")
     place = next((i for i, h in enumerate(head) if name.startswith(h)), len(head))
     layer, tail = layer_of(name) or 0, tail_of(name)
     module = max((i for i, m in enumerate(_ORDER) if tail.startswith(m + ".")), default=len(_ORDER), key=_depth)

@@ -12,7 +12,7 @@ from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import StateNotCarried, Unsupported, Usage
 from ckptctl.core.output import Fill, OutputFile, Put, Region
 from ckptctl.core.tensor import Key
-from ckptctl.formats.megatron import model, runargs, schedule, seeds, stages, state, told
+from ckptctl.formats.megatron import model, predicted, runargs, schedule, seeds, stages, state, told
 from ckptctl.formats.megatron.read import TRACKER
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 
@@ -212,6 +212,7 @@ def _decided(content: Content, choices: Choices, form: str) -> tuple[Target, lis
         source, choices, padded, distributed=distributed, form=form, spec=spec, dtype=dtype, step=step
     )
     facts.require_known()
+    predicted.require_writable(weights, facts, form, source.variant)
     if tied == facts.flag("untie_embeddings_and_output_weights"):
         facts = replace(facts, args={**facts.args, "untie_embeddings_and_output_weights": not tied})
     shapes = {n: i.shape for n, i in weights.items()}

@@ -172,3 +172,48 @@ def test_experts_cut_so_that_files_cannot_hold_all_are_refused(tmp_path):
     said = args(tensor_model_parallel_size=4, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     save(tmp_path / "iter_0000007/mp_rank_00_000", said, dense(0, 4) | sequential([0, 1], 0, 1))
     assert "these hold not all of the rest" in refused("inspect", tmp_path / "iter_0000007")["why"]
+
+
+# ---- multi-token prediction ------------------------------------------------------------------------------------------
+
+PREDICTED = {
+    "mtp.layers.0.enorm.weight": (normal(HIDDEN), None),
+    "mtp.layers.0.eh_proj.weight": (normal(HIDDEN, 2 * HIDDEN), 0),
+    "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight": (normal(HIDDEN, HIDDEN), 1),
+    "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight": (normal(2 * FFN, HIDDEN), None),
+    "mtp.layers.0.transformer_layer.mlp.linear_fc2.weight": (normal(HIDDEN, FFN), 1),
+    "mtp.layers.0.final_layernorm.weight": (normal(HIDDEN), None),
+}
+
+
+def predicted(rank, tp):
+    out = {n: part(a, axis, rank, tp) for n, (a, axis) in PREDICTED.items()}
+    name = "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight"
+    return out | {name: np.concatenate([part(h, 0, rank, tp) for h in np.split(PREDICTED[name][0], 2)])}
+
+
+def test_layers_of_multi_token_prediction_are_kept_under_their_names(tmp_path):
+    said = args(tensor_model_parallel_size=2, expert_model_parallel_size=1, data_parallel_size=1, mtp_num_layers=1)
+    run = tmp_path / "iter_0000007"
+    for t in range(2):
+        held = dense(t, 2) | sequential(range(4), t, 2) | predicted(t, 2)
+        save(run / f"mp_rank_{t:02d}", said, held, moments=True)
+    good("reshard", run, tmp_path / "dist", "--tp", "1", "--megatron-format", "torch_dist")
+    good("reshard", tmp_path / "dist", tmp_path / "back", "--tp", "2", "--megatron-format", "torch")
+    for path in (run, tmp_path / "dist", tmp_path / "back"):
+        with TensorReader(open_checkpoint(path)[0]) as reader:
+            for kind, factor in (("weight", 1), ("exp_avg", 2)):
+                for name, (array, _) in PREDICTED.items():
+                    found = reader.array(Key(name, kind)).view(np.float32).reshape(array.shape)
+                    assert np.array_equal(found, factor * array), (path, name)
+    names = open_checkpoint(tmp_path / "dist")[0].tensors
+    assert all(Key(n, "exp_avg_sq") in names for n in PREDICTED)
+    error = refused("reshard", run, tmp_path / "no", "--ep", "2", "--dp", "2", "--megatron-format", "torch")
+    assert "mtp" in error["fix"]
+
+
+def test_layers_of_multi_token_prediction_on_several_stages_are_refused(tmp_path):
+    said = args(tensor_model_parallel_size=1, expert_model_parallel_size=1) | {"pipeline_model_parallel_size": 2}
+    for pp in range(2):
+        save(tmp_path / f"iter_0000007/mp_rank_00_{pp:03d}", said, dense(0, 1) | predicted(0, 1))
+    assert "multi-token prediction" in refused("inspect", tmp_path / "iter_0000007")["what"]
