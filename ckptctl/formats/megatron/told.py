@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import part_of
 from ckptctl.formats.megatron import runargs, schedule, seeds
@@ -37,6 +37,7 @@ def lines_of(
         lines.append(
             Line("chunks", "written", f"{facts.vpp} on one stage: Megatron runs chunks with --pp above 1 only")
         )
+    lines += _model_lines(target.content.source.facts.config)
     if runargs.is_old_grouped(runargs.source_args(target.content.source)):
         lines.append(Line("experts", "written", "a matrix each: GroupedMLP's single matrices are not written"))
     have = next((t.shape[0] for k, t in target.padding.items() if k.kind == "weight"), 0)
@@ -61,6 +62,23 @@ def lines_of(
         lines.append(Line("other values", "dropped", f"{', '.join(dropped)}: Megatron has no place for them"))
     lines.append(_random_line(target))
     return lines
+
+
+def _model_lines(config: Mapping[str, Any] | None) -> list[Line]:
+    """What Megatron's models, or args, cannot say of the config's: weights are right, and what is computed is not.
+
+    Source: Megatron-LM core_v0.16.1, core/transformer/transformer_layer.py (no parallel residual), training/
+    checkpointing.py, load_args_from_checkpoint (which args are taken from a checkpoint).
+    """
+    config = config or {}
+    out = []
+    if config.get("model_type") == "gpt_neox" and config.get("use_parallel_residual", True):
+        out.append(Line("model", "written", "weights only: Megatron has no parallel residual, so it computes another"))
+    ropes = config.get("rope_scaling") or config.get("rope_parameters")
+    kind = ropes.get("rope_type", ropes.get("type")) if isinstance(ropes, dict) else None
+    if kind not in (None, "default"):
+        out.append(Line("rotary scaling", "dropped", f"{kind}: Megatron's runs take it from their flags alone"))
+    return out
 
 
 def _random_line(target: Target) -> Line:
