@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.core.errors import CkptError, Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _START = (
     "import runpy, sys, types\n"
@@ -46,8 +46,17 @@ class Launch:
     timeout_s: float = 900.0
 
 
-def run_ranks(runner: str, job: Mapping[str, Any], world: int, how: Launch) -> dict[str, Any]:
+def run_ranks(
+    runner: str,
+    job: Mapping[str, Any],
+    world: int,
+    how: Launch,
+    *,
+    use: Callable[[Path, dict[str, Any]], Any] = lambda folder, told: told,
+) -> Any:
     """What rank 0 tells after a run of `runner` (a module of this folder) over world ranks.
+
+    use makes something of it, and of the folder that the ranks wrote to, before that is gone.
 
     Raises CkptError (native-failed) with the framework's own words where a rank fails, native-timeout where one does
     not
@@ -55,8 +64,8 @@ def run_ranks(runner: str, job: Mapping[str, Any], world: int, how: Launch) -> d
     """
     for _ in range(_TRIES - 1):
         with contextlib.suppress(_PortTaken):
-            return _run(runner, job, world, how)
-    return _run(runner, job, world, how)
+            return _run(runner, job, world, how, use)
+    return _run(runner, job, world, how, use)
 
 
 class _PortTaken(CkptError):
@@ -65,7 +74,13 @@ class _PortTaken(CkptError):
     code = "native-failed"
 
 
-def _run(runner: str, job: Mapping[str, Any], world: int, how: Launch) -> dict[str, Any]:
+def _run(
+    runner: str,
+    job: Mapping[str, Any],
+    world: int,
+    how: Launch,
+    use: Callable[[Path, dict[str, Any]], Any],
+) -> Any:
     with tempfile.TemporaryDirectory(prefix="ckptctl-native-", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
         (folder / "job.json").write_text(json.dumps({**job, "folder": scratch, "world": world}))
@@ -84,7 +99,7 @@ def _run(runner: str, job: Mapping[str, Any], world: int, how: Launch) -> dict[s
             found: dict[str, Any] = json.loads((folder / "story.json").read_text())
         except (OSError, ValueError) as err:
             raise _failure(folder, runner, "it ended without telling its numbers", how) from err
-        return found
+        return use(folder, found)
 
 
 def _start(runner: str, folder: Path, rank: int, world: int, port: int, how: Launch) -> subprocess.Popen[bytes]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import MASTER, WEIGHTS, Checkpoint
 from ckptctl.core.errors import MissingFact, Unsupported
+from ckptctl.formats.megatron.runargs import source_args
 from ckptctl.operations.state_values import plain
 from ckptctl.operations.tensors import as_number
 
@@ -124,6 +125,8 @@ def _world(checkpoint: Checkpoint) -> int:
 def _dcp(checkpoint: Checkpoint) -> Native:
     if checkpoint.variant == "torchtitan" or checkpoint.naming == "torchtitan":
         raise _own_program(checkpoint, "torchtitan's models have classes and names of their own")
+    if checkpoint.variant == "safetensors":
+        raise _own_program(checkpoint, "no reader of torch takes items as safetensors, which torch itself wrote")
     return Native("run_fsdp", _world(checkpoint), {"dcp": dcp_paths(checkpoint)}, _mesh_note(checkpoint))
 
 
@@ -280,4 +283,30 @@ def _run_and_tag(path: Path) -> tuple[Path, str | None]:
 
 
 def _megatron(checkpoint: Checkpoint) -> Native:
-    return Native("run_megatron", _world(checkpoint), {"megatron": {}})
+    """What Megatron-LM's training code needs to make the run anew: its own args, as plain data."""
+    args = {k: plain(v) for k, v in source_args(checkpoint).items()}
+    if not args:
+        raise _own_program(checkpoint, "the args of its run are not in it")
+    layout, config = checkpoint.layout, checkpoint.facts.config or {}
+    vocabulary = config.get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise MissingFact("the true vocabulary is in no file", where=checkpoint.root, fix="--model-config")
+    root = Path(checkpoint.root).absolute()
+    is_run = (root / "latest_checkpointed_iteration.txt").is_file()
+    options = [g.options for g in checkpoint.optimizer.groups] if checkpoint.optimizer is not None else []
+    fused = bool(args.get("use_distributed_optimizer")) or any("step" in o for o in options)
+    job: Data = {
+        "args": {k: v for k, v in args.items() if isinstance(v, (bool, int, float, str, list))},
+        "vocabulary": vocabulary,
+        "layers": int(args.get("num_layers") or 0),
+        "pp": int(layout.get("pp") or 1),
+        "vpp": int(layout.get("vpp") or 1),
+        "dp": int(layout.get("dp") or 1),
+        "format": "torch_dist" if checkpoint.variant == "torch_dist" else "torch",
+        "load": str(root if is_run else root.parent),
+        "iteration": None if is_run else checkpoint.step,
+        "fused": fused,
+    }
+    world = int(layout.get("tp") or 1) * job["pp"] * job["dp"]
+    notes = ("the loss is over the true vocabulary: padded rows are no tokens",)
+    return Native("run_megatron", world, {"megatron": job}, notes)

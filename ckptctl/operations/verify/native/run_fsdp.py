@@ -35,7 +35,8 @@ class Fsdp(Session):
         import torch
 
         files = job["files"][torch.distributed.get_rank()]
-        self.net.load_state_dict(torch.load(files["model"], map_location=job["device"], weights_only=False))  # noqa: TID251
+        weights = torch.load(files["model"], map_location=job["device"], weights_only=False)  # noqa: TID251
+        self.net.load_state_dict(weights)
         if self.optimizer is not None:
             saved = torch.load(files["optimizer"], map_location=job["device"], weights_only=False)  # noqa: TID251
             self.optimizer.load_state_dict(saved)

@@ -8,10 +8,12 @@ from ckptctl.core.errors import Unsafe, Unsupported
 from ckptctl.operations.validating import Validation, validate
 from ckptctl.operations.verify.native.launch import run_ranks
 from ckptctl.operations.verify.native.planning import plan
+from ckptctl.operations.verify.native.saved import record_of_saves
 from ckptctl.operations.verify.record import SAMPLES, Record, Trained
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from ckptctl.core.checkpoint import Checkpoint
     from ckptctl.operations.verify.batches import Batch
@@ -79,8 +81,16 @@ def run_native(
     if wanted.runner == "run_deepspeed":
         rows = len(job["batches"][0]["input_ids"])
         job["deepspeed"]["config"] |= {"train_micro_batch_size_per_gpu": rows, "gradient_clipping": clip}
-    told = run_ranks(wanted.runner, job, wanted.world, how)
-    record = record_of(told, job["groups"])
+
+    def use(folder: Path, told: Document) -> tuple[Record, Document]:
+        if wanted.runner == "run_megatron":
+            return record_of_saves(folder, told, named, rule), told
+        return record_of(told, job["groups"]), told
+
+    record, told = run_ranks(wanted.runner, job, wanted.world, how, use=use)
+    if told["unset"]:
+        listed = ", ".join(told["unset"][:3])
+        record.notes.append(f"the framework's load left {len(told['unset'])} parameters as they were (NaN): {listed}")
     about = {
         "framework": told["framework"],
         "version": told["version"],
@@ -130,9 +140,6 @@ def record_of(told: Document, groups: Sequence[Document]) -> Record:
             step_after=one.get("step_after"),
             settings=settings.get(name),
         )
-    if told["unset"]:
-        listed = ", ".join(told["unset"][:3])
-        record.notes.append(f"the framework's load left {len(told['unset'])} parameters as they were (NaN): {listed}")
     if not bits:
         record.notes.append("the framework's Python has no xxhash: the state as loaded was not compared bit for bit")
     return record

@@ -1,0 +1,79 @@
+"""A record of what a framework saved after its load and after its steps, read by the format's own reader."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptctl.core.checkpoint import WEIGHTS
+from ckptctl.operations.opening import Reading
+from ckptctl.operations.tensors import TensorReader
+from ckptctl.operations.verify.record import SAMPLES, Record, Trained
+from ckptctl.operations.verify.sides import NO_STATE, Side, opened
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.operations.verify.rules import Rule
+
+Document = dict[str, Any]
+
+
+def record_of_saves(folder: Path, told: Document, named: Checkpoint, rule: Rule | None) -> Record:
+    """The record of folder/before and folder/after. named has the names, and the config, that both are read by."""
+    names = [k.name for k in named.tensors if k.kind in WEIGHTS and k.name not in named.ties]
+    record = Record(losses=told["losses"], lr=told["lr"], finite=told["finite"])
+    types: dict[str, str] = {}
+    for word in ("before", "after"):
+        side = _side(folder / word, named, names)
+        settings = side.settings
+        with TensorReader(side.checkpoint, 64 << 20) as reader:
+            for key, tensor in side.checkpoint.tensors.items():
+                if (
+                    key.part
+                    or key.name in named.ties
+                    or (key.kind in NO_STATE and key.kind not in (*WEIGHTS, "master"))
+                ):
+                    continue
+                kind = "weight" if key.kind in WEIGHTS else key.kind
+                into = record.parameters.setdefault(key.name, Trained(key.name, tensor.shape))
+                array = reader.array(key)
+                types.setdefault(kind, tensor.dtype.name)
+                (into.before if word == "before" else into.after)[kind] = _digest(array)
+                if word == "after":
+                    into.samples[kind] = _samples(array)
+        for name, into in record.parameters.items():
+            if word == "before":
+                into.step_before = side.steps.get(name)
+                if name in settings and rule is not None:
+                    into.settings = rule.settings(settings[name])
+            else:
+                into.step_after = side.steps.get(name)
+    told["types"] = types
+    return record
+
+
+def _side(folder: Path, named: Checkpoint, names: list[str]) -> Side:
+    """What was saved, under the same names and with the same config."""
+    config = folder.parent / "config.json"
+    config.write_text(json.dumps(named.facts.config))
+    return opened(folder, Reading(model_config=config)).under(names, dict(named.ties))
+
+
+def _digest(array: Any) -> str:
+    import xxhash
+
+    return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).tobytes()))
+
+
+def _samples(array: Any) -> list[float]:
+    """Numbers spread evenly over a tensor, as `step.samples_of` takes them."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    count = min(SAMPLES, flat.size)
+    if not count:
+        return []
+    at = np.arange(count) * (flat.size - 1) // max(1, count - 1)
+    return [float(x) for x in flat[at].astype(np.float64)]
