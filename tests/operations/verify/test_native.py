@@ -5,9 +5,11 @@ The runs of real frameworks need torch, and each its framework.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,17 +20,18 @@ import pytest
 from ckptctl import operations
 from ckptctl.core.errors import CkptError, Unsafe, Unsupported, Usage
 from ckptctl.operations.opening import open_checkpoint
+from ckptctl.operations.verify import sides
 from ckptctl.operations.verify.compare import Measure, compare
 from ckptctl.operations.verify.forms import Forms
 from ckptctl.operations.verify.more import require_more
-from ckptctl.operations.verify.native import launch
+from ckptctl.operations.verify.native import launch, saved
 from ckptctl.operations.verify.native.comparing import aligned
 from ckptctl.operations.verify.native.launch import Launch, run_ranks
 from ckptctl.operations.verify.native.planning import dcp_paths, plan
 from ckptctl.operations.verify.native.running import require_gpus, scan
 from ckptctl.operations.verify.record import Record, Trained
 from ckptctl.operations.verify.rules import Rule
-from tests.support.checkpoints import FIXTURES, ROOT, ckpt, needs_torch, truth_config
+from tests.support.checkpoints import FIXTURES, ROOT, ckpt, needs_torch, truth, truth_config
 
 ADAM = Rule("adam")
 
@@ -128,6 +131,41 @@ def test_where_a_dcp_has_model_and_optimizer(layout, model, optim, flat, groups)
     assert dcp_paths(checkpoint) == {
         "model": model, "optim": optim, "flat": flat, "groups": groups, "folders": {"": ["model", "optim"]},
     }  # fmt: skip
+
+
+def test_megatron_s_ranks_and_what_its_training_code_is_told():
+    found = planned("megatron/legacy_tp2pp2_distopt_dp2")
+    assert (found.runner, found.world) == ("run_megatron", 8)
+    told = found.job["megatron"]
+    assert (told["pp"], told["vpp"], told["dp"], told["vocabulary"]) == (2, 1, 2, 131)
+    assert (told["format"], told["fused"], told["iteration"]) == ("torch", True, 3)
+    assert (told["args"]["tensor_model_parallel_size"], told["args"]["num_query_groups"]) == (2, 4)
+    chunks = planned("megatron/dist_tp1pp2_vpp2").job["megatron"]
+    assert (chunks["vpp"], chunks["format"], chunks["fused"]) == (2, "torch_dist", False)
+
+
+def test_what_megatron_saves_is_read_as_the_run_s_own_truth(tmp_path, monkeypatch):
+    layout = "megatron/legacy_tp2pp2_distopt_dp2"
+    for word in ("before", "after"):
+        shutil.copytree(ckpt(layout), tmp_path / word)
+    monkeypatch.setattr(saved, "_digest", lambda array: hashlib.sha256(array.tobytes()).hexdigest())
+    want = truth(layout)
+    side = sides.opened(ckpt(layout), reading_of(layout)).under(list(want["model"]), {})
+    told = {"losses": [1.0], "lr": [[0.1]], "finite": True}
+    found = saved.record_of_saves(tmp_path, told, side.checkpoint, ADAM)
+    assert told["types"] == {"weight": "float32", "exp_avg": "float32", "exp_avg_sq": "float32"} | (
+        {"master": "float32"} if "master" in told["types"] else {}
+    )
+    for kind, section in (("weight", "model"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        assert {n: p.before[kind] for n, p in found.parameters.items()} == {
+            n: t.sha256 for n, t in want[section].items()
+        }
+    assert {p.step_before for p in found.parameters.values()} == {3.0}
+    norm = found.parameters["model.norm.weight"]
+    assert norm.settings is not None
+    assert norm.settings["weight_decay"] == 0.0
+    assert norm.after == norm.before
+    assert len(norm.samples["weight"]) == norm.shape[0]
 
 
 # ---- pickles
@@ -389,6 +427,23 @@ def test_the_real_framework_goes_on_as_its_run_did_and_as_verify_does(layout, tm
     assert found["native"]["equal"]
     assert native["compared"]["weight"] == native["compared"]["exp_avg"] == found["parameters"]
     assert native["pickles"]["clean"]
+
+
+@needs_torch
+@pytest.mark.real
+def test_real_megatron_goes_on_as_its_run_did_and_as_verify_does(tmp_path, monkeypatch):
+    source, layout = os.environ.get("CKPTCTL_MEGATRON_SRC"), "megatron/dist_tp1pp2_vpp2"
+    if not source or importlib.util.find_spec("megatron") is None:
+        pytest.skip("needs megatron-core, and a checkout of Megatron-LM named in CKPTCTL_MEGATRON_SRC")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), source]))
+    what = operations.Verification(
+        batch=operations.Batches(file=reference_batch(tmp_path, 4)), device="cpu", native=True
+    )
+    found = operations.verify_training(ckpt(layout), None, what, reading_of(layout))
+    losses = json.loads((FIXTURES / layout / "truth" / "losses.json").read_text())
+    native = found["native"]["a"]
+    assert native["losses"] == pytest.approx([losses["train"]["4"]], abs=2e-5)
+    assert native["differences"] == []
 
 
 @needs_torch

@@ -138,7 +138,12 @@ def _environment(rank: int, world: int, port: int, how: Launch) -> dict[str, str
     out |= {"GROUP_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     out |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     out |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "CKPTCTL_PARENT": str(os.getpid())}
-    out |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "WANDB_MODE": "disabled", "DO_NOT_TRACK": "1"}
+    out |= {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "WANDB_MODE": "disabled",
+        "DO_NOT_TRACK": "1",
+    }
     if how.device == "cpu":
         out |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
         out.setdefault("OMP_NUM_THREADS", "1")
@@ -214,7 +219,7 @@ INSTALL = {
     "run_trainer": "pip install transformers accelerate",
     "run_accelerate": "pip install transformers accelerate",
     "run_lightning": "pip install lightning transformers",
-    "run_megatron": "pip install megatron-core transformers, and a checkout of Megatron-LM on PYTHONPATH",
+    "run_megatron": "pip install megatron-core transformers six, and a checkout of Megatron-LM on PYTHONPATH",
 }
 """What installs what a runner needs."""
 

@@ -11,6 +11,7 @@ from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.formats.megatron.runargs import source_args
 from ckptctl.operations.state_values import plain
 from ckptctl.operations.tensors import as_number
+from ckptctl.operations.verify.native.saved import padding_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def plan(checkpoint: Checkpoint, named: Checkpoint, rule: Rule | None) -> Native
     maker = makers.get(checkpoint.format)
     if maker is None:
         raise _own_program(checkpoint, f"no framework is known here that loads {checkpoint.format} into a torch model")
-    found = maker(checkpoint)
+    found = _megatron(checkpoint, named) if maker is _megatron else maker(checkpoint)
     return Native(found.runner, found.world, {**_shared(named, rule), **found.job}, found.notes)
 
 
@@ -282,14 +283,14 @@ def _run_and_tag(path: Path) -> tuple[Path, str | None]:
 # ---- Megatron
 
 
-def _megatron(checkpoint: Checkpoint) -> Native:
+def _megatron(checkpoint: Checkpoint, named: Checkpoint | None = None) -> Native:
     """What Megatron-LM's training code needs to make the run anew: its own args, as plain data."""
     args = {k: plain(v) for k, v in source_args(checkpoint).items()}
     if not args:
         raise _own_program(checkpoint, "the args of its run are not in it")
-    layout, config = checkpoint.layout, checkpoint.facts.config or {}
-    vocabulary = config.get("vocab_size")
-    if not isinstance(vocabulary, int):
+    named = named or checkpoint
+    layout, counted = checkpoint.layout, (named.facts.config or {}).get("vocab_size")
+    if not isinstance(counted, int):
         raise MissingFact("the true vocabulary is in no file", where=checkpoint.root, fix="--model-config")
     root = Path(checkpoint.root).absolute()
     is_run = (root / "latest_checkpointed_iteration.txt").is_file()
@@ -297,7 +298,8 @@ def _megatron(checkpoint: Checkpoint) -> Native:
     fused = bool(args.get("use_distributed_optimizer")) or any("step" in o for o in options)
     job: Data = {
         "args": {k: v for k, v in args.items() if isinstance(v, (bool, int, float, str, list))},
-        "vocabulary": vocabulary,
+        "vocabulary": counted - padding_rows(named),
+        "counted": counted,
         "layers": int(args.get("num_layers") or 0),
         "pp": int(layout.get("pp") or 1),
         "vpp": int(layout.get("vpp") or 1),
@@ -308,5 +310,5 @@ def _megatron(checkpoint: Checkpoint) -> Native:
         "fused": fused,
     }
     world = int(layout.get("tp") or 1) * job["pp"] * job["dp"]
-    notes = ("the loss is over the true vocabulary: padded rows are no tokens",)
+    notes = () if padding_rows(named) else ("the loss is over the true vocabulary: padded rows are no tokens",)
     return Native("run_megatron", world, {"megatron": job}, notes)

@@ -217,7 +217,7 @@ class Live:
         return float(total[0] / total[1]), said
 
     def _forward(self, data: Any, model: Any) -> Any:
-        """Logits of the true vocabulary: padded rows are no tokens, as in every other framework."""
+        """Logits of the whole vocabulary."""
         import torch
 
         batch = next(data)
@@ -226,10 +226,11 @@ class Live:
         return model(ids, places, None, labels=None), lambda out: self._loss(out, batch["labels"])
 
     def _loss(self, out: Any, labels: Any) -> Any:
+        """Over as many rows of the vocabulary as verify's own steps take: all, or those that are tokens."""
         import torch
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-        logits = gather_from_tensor_model_parallel_region(out)[..., : self.plan["vocabulary"]].float()
+        logits = gather_from_tensor_model_parallel_region(out)[..., : self.plan["counted"]].float()
         wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         loss = torch.nn.functional.cross_entropy(*wanted, ignore_index=-100)
         return loss, {"loss": loss.detach().clone()}

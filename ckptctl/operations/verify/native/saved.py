@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptctl.core.checkpoint import WEIGHTS
+from ckptctl.core.checkpoint import MASTER, WEIGHTS
 from ckptctl.operations.opening import Reading
 from ckptctl.operations.tensors import TensorReader
 from ckptctl.operations.verify.record import SAMPLES, Record, Trained
@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 
+def padding_rows(named: Checkpoint) -> int:
+    """Rows of the vocabulary's padding that a checkpoint takes along, as Megatron trains them; else 0."""
+    return next((t.shape[0] for k, t in named.tensors.items() if k.part == "padding" and t.shape), 0)
+
+
 def record_of_saves(folder: Path, told: Document, named: Checkpoint, rule: Rule | None) -> Record:
     """The record of folder/before and folder/after. named has the names, and the config, that both are read by."""
-    names = [k.name for k in named.tensors if k.kind in WEIGHTS and k.name not in named.ties]
+    names = [k.name for k in named.tensors if k.kind in WEIGHTS and not k.part and k.name not in named.ties]
     record = Record(losses=told["losses"], lr=told["lr"], finite=told["finite"])
     types: dict[str, str] = {}
     for word in ("before", "after"):
@@ -32,19 +37,21 @@ def record_of_saves(folder: Path, told: Document, named: Checkpoint, rule: Rule 
         settings = side.settings
         with TensorReader(side.checkpoint, 64 << 20) as reader:
             for key, tensor in side.checkpoint.tensors.items():
-                if (
-                    key.part
-                    or key.name in named.ties
-                    or (key.kind in NO_STATE and key.kind not in (*WEIGHTS, "master"))
-                ):
+                is_state = key.kind in (*WEIGHTS, MASTER) or key.kind not in NO_STATE
+                if key.part not in ("", "made") or key.name in named.ties or not is_state:
                     continue
                 kind = "weight" if key.kind in WEIGHTS else key.kind
-                into = record.parameters.setdefault(key.name, Trained(key.name, tensor.shape))
-                array = reader.array(key)
                 types.setdefault(kind, tensor.dtype.name)
-                (into.before if word == "before" else into.after)[kind] = _digest(array)
-                if word == "after":
-                    into.samples[kind] = _samples(array)
+                into = record.parameters.setdefault(key.name, Trained(key.name, tensor.shape))
+                array, after = reader.array(key), side.padding_of(key)
+                if word == "before":
+                    into.before[kind] = _digest(array)
+                    if after is not None:
+                        into.before[f"{kind} padding"] = _digest(reader.array(after.key))
+                        types.setdefault(f"{kind} padding", tensor.dtype.name)
+                else:
+                    array = array if after is None else np.concatenate([array, reader.array(after.key)])
+                    into.after[kind], into.samples[kind] = _digest(array), _samples(array)
         for name, into in record.parameters.items():
             if word == "before":
                 into.step_before = side.steps.get(name)
@@ -57,10 +64,16 @@ def record_of_saves(folder: Path, told: Document, named: Checkpoint, rule: Rule 
 
 
 def _side(folder: Path, named: Checkpoint, names: list[str]) -> Side:
-    """What was saved, under the same names and with the same config."""
-    config = folder.parent / "config.json"
-    config.write_text(json.dumps(named.facts.config))
-    return opened(folder, Reading(model_config=config)).under(names, dict(named.ties))
+    """What was saved, under the same names, with the same config, and the vocabulary's padding where named has it."""
+    rows, config = padding_rows(named), dict(named.facts.config or {})
+    if rows:
+        config["vocab_size"] -= rows
+    file = folder.parent / "config.json"
+    file.write_text(json.dumps(config))
+    side = opened(folder, Reading(model_config=file))
+    if rows:
+        side = side.padded() or side
+    return side.under(names, dict(named.ties))
 
 
 def _digest(array: Any) -> str:
