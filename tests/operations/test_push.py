@@ -342,6 +342,21 @@ def test_a_file_that_the_hub_leaves_out_or_changes_is_noticed(hub, small):  # no
     assert ".gitignore" in error["why"]
 
 
+def test_other_bytes_on_the_hub_than_were_sent_are_an_error(hub, small):  # noqa: F811
+    def spoiled(handler):
+        from tests.support.hub_routes import commit
+
+        commit(handler)
+        tree = hub.state.repo("model", REPO).find("main").tree
+        tree["model.safetensors.index.json"] = hub.state.store(b"{}")
+
+    hub.fail("POST", "/commit/", spoiled)
+    error = refused("push", small, REPO)
+    assert error["code"] == "hub-differs"
+    assert "model.safetensors.index.json" in error["what"]
+    assert "2 bytes" in error["why"]
+
+
 def test_any_source_is_converted_on_the_way(hub, tmp_path):  # noqa: F811
     source, config = ckpt("torch/fsdp2_dp2_dcp"), fixture("torch/fsdp2_dp2_dcp") / "truth"
     done = document("push", source, REPO, "--model-config", config, "--work-dir", tmp_path)
