@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 META, FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+
+
+class Cut(NamedTuple):
+    """A tensor in boxes: its shape, and each box's first index and values."""
+
+    shape: tuple[int, ...]
+    boxes: list[tuple[tuple[int, ...], np.ndarray]]
 
 
 def _made(module: str, name: str, state: Any) -> Record:
@@ -44,21 +51,27 @@ def write_dcp(folder: Path, items: Mapping[str, Any], *, chunks: int = 1) -> Non
         data.extend(item)
 
     for name, value in items.items():
-        if not isinstance(value, np.ndarray):
+        boxes: list[tuple[tuple[int, ...], np.ndarray]]
+        if isinstance(value, Cut):
+            shape, boxes = value.shape, value.boxes
+        elif not isinstance(value, np.ndarray):
             put(name, None, value, {})
             state[name] = _made(META, "BytesStorageMetadata", None)
             continue
-        n = next((c for c in range(chunks, 0, -1) if value.ndim and value.shape[0] % c == 0), 1)
-        parts = np.split(value, n) if value.ndim else [value]
-        listed, at = [], 0
-        for part in parts:
-            lo = SizeTuple((at, *(0,) * (value.ndim - 1)) if value.ndim else ())
+        else:
+            shape = value.shape
+            n = next((c for c in range(chunks, 0, -1) if value.ndim and shape[0] % c == 0), 1)
+            parts = np.split(value, n) if value.ndim else [value]
+            firsts = [(i * parts[0].shape[0], *(0,) * (value.ndim - 1)) if value.ndim else () for i in range(n)]
+            boxes = list(zip(firsts, parts, strict=True))
+        listed = []
+        for first, part in boxes:
+            lo = SizeTuple(first)
             storages: dict[str, bytes] = {}
             put(name, lo, tensor(part, storages), storages)
             listed.append(_made(META, "ChunkStorageMetadata", {"offsets": lo, "sizes": SizeTuple(part.shape)}))
-            at += part.shape[0] if value.ndim else 0
         properties = Record(Global(META, "TensorProperties"), (Global("torch", "float32"),))
-        fields = {"properties": properties, "size": SizeTuple(value.shape), "chunks": listed}
+        fields = {"properties": properties, "size": SizeTuple(shape), "chunks": listed}
         state[name] = _made(META, "TensorStorageMetadata", fields)
     (folder / "__0_0.distcp").write_bytes(bytes(data))
     meta = {"state_dict_metadata": state, "planner_data": None, "storage_data": storage, "storage_meta": None}

@@ -19,7 +19,7 @@ from ckptctl.operations.opening import open_checkpoint
 from ckptctl.operations.tensors import TensorReader
 from tests.formats.megatron.test_families import made
 from tests.support.commands import document, good, refused
-from tests.support.dcpfiles import plain_pickle, write_dcp
+from tests.support.dcpfiles import Cut, plain_pickle, write_dcp
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD = 4, 16, 4, 2, 4
 
@@ -149,6 +149,57 @@ def test_a_zarr_chunk_that_is_missing_or_short_is_named(tmp_path):
     assert "chunk 1.1 of output_layer.weight has" in refused("inspect", run)["what"]
     chunk.unlink()
     assert "chunk 1.1 of output_layer.weight is not there" in refused("inspect", run)["what"]
+
+
+# ---- states as flat runs of parts (fully_sharded_model_space) --------------------------------------------------------
+
+
+def flat_cut(array, grid):
+    """A tensor in a grid of parts, each flat and cut at a third: as runs before 0.16 save states.
+
+    Checked against files that megatron-core 0.14.0 itself saved from two ranks.
+    """
+    part = [n // g for n, g in zip(array.shape, grid, strict=True)]
+    boxes = []
+    for at in np.ndindex(*grid):
+        box = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, part, strict=True))
+        row = array[box].reshape(-1)
+        cut = len(row) // 3
+        for start, stop in ((0, cut), (cut, len(row))):
+            boxes.append(((*at, start), row[start:stop].reshape(*(1,) * len(grid), -1)))
+    return Cut((*grid, int(np.prod(part))), boxes)
+
+
+def test_states_as_flat_runs_of_parts_are_put_together(tmp_path):
+    source, w = made(tmp_path, "llama")
+    run = tmp_path / "iter_0000003"
+    tensors = stacked(w)
+    items = dict(tensors)
+    for kind, factor in (("param", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+        for name, array in tensors.items():
+            layers = array.shape[:1] if ".layers." in name else ()
+            inner = array.shape[len(layers) :]
+            axis = 1 if name.endswith(("linear_fc2.weight", "linear_proj.weight")) else 0
+            grid = [(2 if a == axis and len(inner) > 1 else 1) for a in range(len(inner))]
+            items[f"optimizer.state.{kind}.{name}"] = flat_cut(factor * array, (*layers, *grid))
+    write_dcp(run, items, chunks=2)
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "wd_mult": 1.0, "weight_decay": 0.1, "step": 3}
+    groups = [group, {**group, "wd_mult": 0.0, "weight_decay": 0.0}]
+    args = {"num_layers": LAYERS, "tensor_model_parallel_size": 2, "untie_embeddings_and_output_weights": True}
+    kind = "fully_sharded_model_space"
+    optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": kind}
+    (run / "common.pt").write_bytes(plain_pickle({"args": args, "iteration": 3, "optimizer": optimizer}))
+    checkpoint = open_checkpoint(run)[0]
+    with TensorReader(checkpoint) as reader:
+        for tail in ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight"):
+            for kind, factor in (("weight", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+                want = factor * layer_of(w, 2)[tail]
+                found = reader.array(Key(f"decoder.layers.2.{tail}", kind)).view(np.float32)
+                assert np.array_equal(found.reshape(want.shape), want), (tail, kind)
+        want = 3 * outer(w)["embedding.word_embeddings.weight"]
+        found = reader.array(Key("embedding.word_embeddings.weight", "exp_avg_sq")).view(np.float32)
+        assert np.array_equal(found.reshape(want.shape), want)
+    require_source(run, source, tmp_path)
 
 
 # ---- halves under keys of their own, and Megatron-FSDP ---------------------------------------------------------------

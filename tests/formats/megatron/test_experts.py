@@ -13,6 +13,7 @@ from ckptctl.core.tensor import Key
 from ckptctl.operations.opening import open_checkpoint
 from ckptctl.operations.tensors import TensorReader
 from tests.support.commands import document, good, refused
+from tests.support.dcpfiles import plain_pickle
 from tests.support.torchfiles import stored, torch_zip, v2
 
 HIDDEN, FFN, EXPERTS, VOCAB, HEADS = 8, 12, 4, 16, 4
@@ -217,3 +218,38 @@ def test_layers_of_multi_token_prediction_on_several_stages_are_refused(tmp_path
     for pp in range(2):
         save(tmp_path / f"iter_0000007/mp_rank_00_{pp:03d}", said, dense(0, 1) | predicted(0, 1))
     assert "multi-token prediction" in refused("inspect", tmp_path / "iter_0000007")["what"]
+
+
+# ---- old versions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [None, 0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("encoder", ["encoder", "transformer"])
+def test_rows_of_query_key_and_value_in_every_version_and_names_of_old_models(version, encoder, tmp_path):
+    """Version 0 has (3, heads, head) rows, 1.0 (heads, head, 3), later ones (heads, 3, head); on every rank."""
+    head, tp = 2, 2
+    whole = DENSE[f"{LAYER}self_attention.linear_qkv.weight"][0].reshape(HEADS, 3, head, HIDDEN)
+    orders = {0: (1, 0, 2, 3), 1.0: (0, 2, 1, 3), 2.0: (0, 1, 2, 3), 3.0: (0, 1, 2, 3)}
+    said = {**args(tensor_model_parallel_size=tp), "num_experts": None, "model_parallel_size": tp}
+    del said["tensor_model_parallel_size"]
+    old = "attention" if encoder == "transformer" else "self_attention"
+    for rank in range(tp):
+        rows = np.split(whole, tp)[rank].transpose(orders[version or 0]).reshape(-1, HIDDEN)
+        names = {
+            f"language_model.{encoder}.layers.0.{old}.query_key_value.weight": rows,
+            f"language_model.{encoder}.layers.0.input_layernorm.weight": DENSE[f"{LAYER}input_layernorm.weight"][0],
+            "language_model.embedding.word_embeddings.weight": dense(rank, tp)["embedding.word_embeddings.weight"],
+            f"language_model.{encoder}.final_layernorm.weight": DENSE["decoder.final_layernorm.weight"][0],
+        }
+        root = {"args": said, "iteration": 7, "model": names}
+        root |= {} if version is None else {"checkpoint_version": version}
+        folder = tmp_path / f"iter_0000007/mp_rank_{rank:02d}"
+        folder.mkdir(parents=True)
+        (folder / "model_optim_rng.pt").write_bytes(plain_pickle(root))
+    checkpoint = open_checkpoint(tmp_path / "iter_0000007")[0]
+    assert checkpoint.layout["tp"] == 2
+    with TensorReader(checkpoint) as reader:
+        for name in ("self_attention.linear_qkv.weight", "input_layernorm.weight"):
+            want = DENSE[f"{LAYER}{name}"][0]
+            found = reader.array(Key(f"{LAYER}{name}")).view(np.float32).reshape(want.shape)
+            assert np.array_equal(found, want), name

@@ -203,3 +203,18 @@ def test_a_family_that_megatron_has_not_is_refused(tmp_path):
     (source / "config.json").write_text(json.dumps({**config, "model_type": "olmo2"}))
     error = refused("convert", source, tmp_path / "out", "--to", "megatron")
     assert error["exit_code"] == 3
+
+
+def test_layers_of_multi_token_prediction_go_by_megatron_s_names_in_other_formats(tmp_path):
+    source, weights = made(tmp_path, "mixtral")
+    more = {
+        "mtp.layers.0.enorm.weight": np.arange(16, dtype=np.float32),
+        "mtp.layers.0.eh_proj.weight": np.arange(512, dtype=np.float32).reshape(16, 32),
+    }
+    save_file(weights | more, source / "model.safetensors", {"format": "pt"})
+    good("convert", source, tmp_path / "there", "--to", "megatron", "--tp", "2", "--pp", "2")
+    error = refused("convert", source, tmp_path / "no", "--to", "megatron", "--pp", "2", "--megatron-format", "torch")
+    assert "multi-token prediction" in error["what"]
+    back = document("convert", tmp_path / "there", tmp_path / "back", "--to", "hf", "--model-config", source)
+    assert "mtp.layers.0.eh_proj.weight" in json.dumps(back)
+    assert document("diff", source, tmp_path / "back")["equal"]
