@@ -11,6 +11,7 @@ from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.formats.deepspeed import layout, teams
 from ckptctl.formats.order import ordered
+from ckptctl.formats.registered import registered
 from ckptctl.formats.target import Item
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class Run:
     def has_shards(self) -> bool:
         """Whether ranks have files of an optimizer: not at stage 0, which stands for the model alone."""
         return self.stage > 0
+
+    @property
+    def has_settings(self) -> bool:
+        """Whether param groups have settings: learning rate, weight decay and the like."""
+        return any(g.options for g in self.groups)
 
     @property
     def was_dealt(self) -> bool:
@@ -122,7 +128,7 @@ def run_of(content: Content, choices: Choices) -> Run:
     groups = [
         Group(tuple(n for n in g.params if n in weights and n not in content.ties), g.options, g.owner)
         for g in optimizer.groups
-    ] or [Group(tuple(candidates), {})]
+    ] or _usual_groups(content, candidates)
     whose = ""
     if not choices.universal:
         instead = "a folder written with --universal needs no order"
@@ -170,6 +176,14 @@ def run_of(content: Content, choices: Choices) -> Run:
         whose,
         choices.updates,
     )
+
+
+def _usual_groups(content: Content, candidates: Sequence[str]) -> list[Group]:
+    """Where the source keeps no groups: of state those that usually decay, and the rest, if the family is known."""
+    family = registered(content.source.facts, candidates) if content.states else None
+    decays = {p.name: p.decays for p in family or ()}
+    parts = [tuple(n for n in candidates if decays.get(n, True) is wanted) for wanted in (True, False)]
+    return [Group(names, {}) for names in parts if names] or [Group((), {})]
 
 
 def _require_place(content: Content, stage: int, choices: Choices) -> None:

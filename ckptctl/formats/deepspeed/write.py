@@ -40,6 +40,11 @@ def write(content: Content, choices: Choices) -> Written:
     order = f" in {run.whose} order" if run.whose else ""
     fresh = "" if run.states else "; load_checkpoint(load_optimizer_states=False) begins with a fresh optimizer"
     lines = [Line("layout", "written", f"{how}; {len(run.groups)} param groups{order}{fresh}")]
+    if run.states and not run.has_settings:
+        why = "the source has none: a run that loads it keeps its own"
+        if run.stage == 3 or choices.universal:
+            why = "the source has none, and DeepSpeed takes them from here: set them before the first step"
+        lines.append(Line("settings of param groups", "absent", why))
     if run.was_dealt and run.stage != 3 and not choices.universal:
         why = "flat groups are in the optimizer's own order: set it to false in the run's configuration, or DeepSpeed "
         why += "gives parameters each other's state"
@@ -70,19 +75,28 @@ def _regular(run: Run) -> Iterator[OutputFile]:
 def _shard(run: Run, rank: int, made: TorchTree) -> Tree:
     """The optimizer-states file of a rank."""
     is_three = run.stage == 3
-    masters, states, slices, paddings = [], {}, [], []
+    masters: list[Tree] = []
+    states: dict[int, dict[str, Tree]] = {}
+    slices: list[Tree] = []
+    paddings: list[int] = []
     members: list[list[int]] = [[] for _ in run.groups]
     every = run.flats(rank)
     for at, (number, team) in enumerate(every):
-        masters.append(flats.piece(run, made, team, run.masters, pad=is_three))
+        held = flats.piece(run, made, team, run.masters, pad=is_three)
+        masters.append(held)
         state = flats.state(run, made, number, team)
         if state:
             states[at] = state
         members[number].append(at)
         if not is_three:
-            paddings.append(flats.group_slot(run, team) - masters[-1].numel)
+            paddings.append(flats.group_slot(run, team) - held.numel)
             slices.append(flats.slices(run, team))
-    base = {"state": states, "param_groups": [flats.options(run, made, i, m) for i, m in enumerate(members)]}
+    base: Tree = {"state": states, "param_groups": [flats.options(run, made, i, m) for i, m in enumerate(members)]}
+    more: dict[str, Tree] = {}
+    if states and not run.has_settings and not is_three:
+        # The form of elastic checkpoints, which have no settings: a run that loads them keeps its own.
+        base = [states.get(i, {}) for i in range(len(every))]
+        more = {"base_optimizer_state_step": states[0].get("step") if 0 in states else None}
     if is_three:
         inner = {
             "zero_stage": flats.stage_enum(run.stage),
@@ -98,10 +112,11 @@ def _shard(run: Run, rank: int, made: TorchTree) -> Tree:
             "base_optimizer_state": base,
             "single_partition_of_fp32_groups": masters,
             "zero_stage": flats.stage_enum(run.stage),
-            "group_paddings": paddings,
+            "group_paddings": None if more else paddings,  # moments have their padding
             "param_alignment_paddings": [[0] * len(team.names) for _, team in every],
             "partition_count": [team.dp for _, team in every],
             "ds_version": run.version,
             "param_slice_mappings": slices,
+            **more,
         }
     return {"optimizer_state_dict": inner, "ds_config": made.value(run.config), "ds_version": run.version}

@@ -82,6 +82,29 @@ def test_parameters_that_were_dealt_in_turn_are_written_in_the_optimizer_s_order
     assert [line["fate"] for line in report["fidelity"] if line["part"] == "round_robin_gradients"] == ["dropped"]
 
 
+@pytest.mark.real
+def test_without_settings_of_groups_the_form_is_one_whose_loader_keeps_the_run_s_own(tmp_path):
+    """Elastic files have no param groups; their loader takes states alone, if the step is beside them."""
+    name = "deepspeed/zero1-dp2-fp32-elastic"
+    report = document("reshard", source(name), tmp_path / "a", "--zero-stage", "2", "--dp", "3")
+    assert document("diff", source(name), tmp_path / "a", "--optimizer")["equal"] is True
+    assert any("elastic" in w for w in document("inspect", tmp_path / "a")["warnings"])
+    data = (tmp_path / "a" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").read_bytes()
+    assert b"base_optimizer_state_step" in data
+    assert b"param_groups" not in data
+    assert any(line["part"] == "settings of param groups" for line in report["fidelity"])
+
+
+@pytest.mark.real
+def test_state_without_groups_gets_the_family_s_usual_ones(tmp_path):
+    name = "torch/dcp_safetensors"
+    words = ["--model-config", config_of(name), "--to", "deepspeed"]
+    good("convert", source(name) / "ckpt", tmp_path / "a", *words)
+    decaying, others = groups_of(tmp_path / "a")
+    assert all(n.endswith(("_proj.weight", "embed_tokens.weight", "lm_head.weight")) for n in decaying)
+    assert all(n.endswith("norm.weight") for n in others)
+
+
 def scaler(path):
     with ckptctl.open(path) as view:
         return view.checkpoint.values["deepspeed"].get("loss_scaler")
