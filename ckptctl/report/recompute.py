@@ -172,6 +172,8 @@ def html_page(d: Document) -> str:
                 f"<h2>Native run of {word}: {html.text_of(one['framework'])}</h2>",
                 _differences(one["differences"]),
             ]
+        if "between" in d["native"]:
+            parts += ["<h2>Native runs of a and b</h2>", _differences(d["native"]["between"]["differences"])]
     if "recompute" in d:
         r = d["recompute"]
         titles = [("#" if side == "right" else "") + title for title, side in _COLUMNS]

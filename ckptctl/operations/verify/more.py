@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Usage
-from ckptctl.operations.verify.device import deterministic
+from ckptctl.operations.verify.device import deterministic, device_named
 from ckptctl.operations.verify.native.comparing import Beside, natively
 from ckptctl.operations.verify.native.launch import Launch
 from ckptctl.operations.verify.recompute import find_max_batch, policies, recompute, require_gpu
@@ -26,6 +26,10 @@ def require_more(what: Verification) -> None:
     """Usage for settings that do not go together, before anything is read."""
     if what.recompute is not None:
         policies(what.recompute)
+    if what.no_model and (what.native or what.recompute is not None or what.find_max_batch):
+        raise Usage("--no-model computes nothing: leave --native, --recompute and --find-max-batch out")
+    if what.find_max_batch:
+        require_gpu(device_named(what.device).name)
     if what.no_model:
         asked = {"--native": what.native, "--recompute": what.recompute is not None}
         for flag in (f for f, given in {**asked, "--find-max-batch": what.find_max_batch}.items() if given):
@@ -52,8 +56,7 @@ def more(
     """Adds `native` and `recompute` to the document; `equal` is of them too. sides are as they were read."""
     if what.native:
         beside = [
-            Beside(original, named, forms, own)
-            for original, named, forms, own in zip(sides, prepared.sides, prepared.forms, records, strict=True)
+            Beside(*one) for one in zip(sides, prepared.sides, prepared.forms, records, prepared.rates, strict=True)
         ]
         kind = "cuda" if prepared.job.device.is_cuda else "cpu"
         how = Launch(what.python or sys.executable, kind, what.native_timeout_s)
@@ -71,8 +74,6 @@ def _recomputed(prepared: Prepared, what: Verification, say: Callable[[str], Non
     job = prepared.job
     device = torch.device(job.device.name)
     wanted = policies(what.recompute or "none")
-    if what.find_max_batch:
-        require_gpu(device)
     say(f"one step under {', '.join(p.name for p in wanted)}")
     with deterministic(job.device):
         net = loaded(prepared.sides[0], job).net

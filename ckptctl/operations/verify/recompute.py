@@ -309,7 +309,7 @@ def find_max_batch(
     import torch
 
     device = next(model.parameters()).device
-    require_gpu(device)
+    require_gpu(device.type)
     _, layers = layers_of(model)
 
     def fits(rows: int) -> bool:
@@ -333,9 +333,9 @@ def find_max_batch(
     return found
 
 
-def require_gpu(device: Any) -> None:
-    """Unsupported where the device is no GPU."""
-    if device.type != "cuda":
+def require_gpu(device: str) -> None:
+    """Unsupported where the device, by its name, is no GPU."""
+    if not device.startswith("cuda"):
         raise Unsupported(
             "--find-max-batch needs a GPU",
             why=f"the step runs on {device}, where running out of memory ends the process",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptctl.operations.verify.native.launch import Launch
     from ckptctl.operations.verify.record import Record, Trained
     from ckptctl.operations.verify.rules import Rule
+    from ckptctl.operations.verify.schedule import Rate
     from ckptctl.operations.verify.sides import Side
     from ckptctl.operations.verify.step import Job
 
@@ -32,6 +33,7 @@ class Beside:
     named: Side
     forms: Forms
     own: Record
+    rates: Sequence[Rate]
 
 
 def natively(
@@ -53,7 +55,7 @@ def natively(
             _rule(side.named),
             job.batches,
             how,
-            rates=_rates(side.named, job, given=given_rates),
+            rates=_rates(side.named, side.rates[: len(job.batches)], given=given_rates),
             clip=job.clip,
             seed=job.seed,
         )
@@ -178,14 +180,14 @@ def _rule(side: Side) -> Rule | None:
     return rule_of(kinds.get(name, ()), settings.get(name, {}), side.path)
 
 
-def _rates(side: Side, job: Job, *, given: bool) -> list[list[float]]:
+def _rates(side: Side, rates: Sequence[Rate], *, given: bool) -> list[list[float]]:
     """Each step's rate of each group. The first step's are left to the framework, unless they are the user's."""
     rule, optimizer = _rule(side), side.checkpoint.optimizer
     if rule is None or optimizer is None or not optimizer.groups:
         return []
     out: list[list[float]] = []
-    for number, rate in enumerate(job.rates):
+    for number, rate in enumerate(rates):
         groups = [side.settings.get(g.params[0], {}) if g.params else {} for g in optimizer.groups]
-        rates = [rate(rule.settings(options) | {"group": options}) for options in groups]
-        out.append(rates if number or given else [])
+        own = [float(rate(rule.settings(options) | {"group": options})) for options in groups]
+        out.append(own if number or given else [])
     return out

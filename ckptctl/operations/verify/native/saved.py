@@ -70,10 +70,8 @@ def _side(folder: Path, named: Checkpoint, names: list[str]) -> Side:
         config["vocab_size"] -= rows
     file = folder.parent / "config.json"
     file.write_text(json.dumps(config))
-    side = opened(folder, Reading(model_config=file))
-    if rows:
-        side = side.padded() or side
-    return side.under(names, dict(named.ties))
+    side = opened(folder, Reading(model_config=file)).under(names, dict(named.ties))
+    return (side.padded() or side) if rows else side
 
 
 def _digest(array: Any) -> str:
