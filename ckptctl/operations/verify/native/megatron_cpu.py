@@ -62,7 +62,8 @@ def before_import() -> None:
     def cuda_type(tensor: Any, dtype: Any = None, *args: Any, **named: Any) -> Any:
         """Types by the names that a GPU's tensors have: the optimizer sorts parameters by them."""
         if dtype is None:
-            return own_type(tensor).replace("torch.", "torch.cuda.", 1)
+            plain = own_type(tensor).removeprefix("torch.").removeprefix("cuda.")  # a mode may call this one again
+            return f"torch.cuda.{plain}"
         return own_type(tensor, dtype.replace("cuda.", "") if isinstance(dtype, str) else dtype, *args, **named)
 
     torch.Tensor.type = cuda_type
