@@ -36,8 +36,8 @@ def add(app: typer.Typer) -> None:
             Path | None,
             typer.Option(
                 "--against",
-                help="A folder, or hf://owner/name, that should hold the same files: compare bytes, or hashes.",
-                metavar="DIR",
+                help="A folder, hf://owner/name, or a list of SHA-256 sums: what should be the same is compared.",
+                metavar="DIR|FILE",
             ),
         ] = None,
         select: Annotated[

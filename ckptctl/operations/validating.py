@@ -139,7 +139,11 @@ def _require(what: Validation) -> None:
     if what.fail_on not in SEVERITIES:
         raise Usage(f"--fail-on {what.fail_on}: there is no such severity", fix=f"one of {', '.join(SEVERITIES)}")
     words = known_words()
-    if what.against is not None and not what.against.is_dir():
+    if what.against is not None and what.against.is_file():
+        from ckptctl.operations.checks.sums import published
+
+        published(what.against)  # what cannot be read is the user's mistake
+    elif what.against is not None and not what.against.is_dir():
         raise Usage(f"--against {what.against}: there is no such folder", fix="give a folder that holds the same files")
     for word in (*what.select, *what.ignore):
         if word not in words and not (word.startswith("CK") and any(w.startswith(word) for w in words)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import xml.etree.ElementTree as ET
@@ -271,8 +272,6 @@ def test_the_hub_s_cache_is_no_link_that_escapes(tmp_path):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
-    import hashlib
-
     data = (BROKEN / "ok-minimal.safetensors").read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     (blobs / digest).write_bytes(data)
@@ -284,8 +283,6 @@ def test_the_hub_s_cache_is_no_link_that_escapes(tmp_path):
 
 
 def test_a_list_of_checksums_beside_the_files_is_checked(tmp_path):
-    import hashlib
-
     data = (BROKEN / "ok-minimal.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data)
     (tmp_path / "SHA256SUMS").write_text(
@@ -324,6 +321,51 @@ def test_against_another_copy_every_file_is_compared(tmp_path):
         ("checksum-mismatch", file.name), ("file-missing-beside", "more.txt"),
     }  # fmt: skip
     assert f"byte {len(data) - 1:,}" in only(document, "checksum-mismatch")["why"]
+
+
+def hub_answers(folder):
+    """What the Hub says of a folder's files: the tree, and the model with its blobs."""
+    tree, siblings = [], []
+    for file in sorted(folder.iterdir()):
+        data = file.read_bytes()
+        git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        sha = hashlib.sha256(data).hexdigest()
+        in_lfs = file.suffix == ".safetensors"
+        tree.append(
+            {"type": "file", "oid": git, "size": len(data), "path": file.name}
+            | ({"oid": "0" * 40, "lfs": {"oid": sha, "size": len(data), "pointerSize": 134}} if in_lfs else {})
+        )
+        siblings.append(
+            {"rfilename": file.name, "blobId": git}
+            | ({"blobId": "0" * 40, "lfs": {"sha256": sha, "size": len(data)}} if in_lfs else {})
+        )
+    return tree, {"id": "a/b", "siblings": siblings}
+
+
+def test_against_a_list_of_checksums_and_the_hub_s_answers(tmp_path):
+    folder = tmp_path / "m"
+    shutil.copytree(BROKEN / "ok-sharded", folder)
+    tree, model = hub_answers(folder)
+    plain = "".join(f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in folder.iterdir())
+    lists = {"sums.txt": plain, "tree.json": json.dumps(tree), "model.json": json.dumps(model)}
+    for name, text in lists.items():
+        (tmp_path / name).write_text(text)
+        assert report(folder, "--against", tmp_path / name, code=0)["findings"] == []
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    for name in lists:
+        document = report(folder, "--against", tmp_path / name, code=1)
+        assert {(f["kind"], f["where"]["file"]) for f in document["findings"]} == {
+            ("checksum-mismatch", shard.name), ("checksum-mismatch", "config.json"),
+        }  # fmt: skip
+    shard.unlink()
+    assert "missing-file" in kinds(report(folder, "--against", tmp_path / "tree.json", code=1))
+    for text in ("", "[]", "{", '{"a": 1}', "[1]", "no sums\n", '[{"path": "../x", "lfs": {"oid": "0"}}]'):
+        (tmp_path / "bad").write_text(text)
+        assert ckptctl("validate", folder, "--against", tmp_path / "bad").code == 2
 
 
 def test_a_changed_byte_of_a_torch_file_is_found_by_its_checksum(tmp_path):

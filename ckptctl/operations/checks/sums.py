@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.checksum import combine, crc32
-from ckptctl.core.errors import CkptError
+from ckptctl.core.errors import CkptError, Usage
 from ckptctl.formats.bytesource import FileBytes, read_whole
 from ckptctl.formats.torchfile.read import open_torch
 from ckptctl.formats.zipdir import read_zip
@@ -103,13 +104,50 @@ def check_sums(found: Found) -> None:
             if len(lines) > 1 and _SHA256.fullmatch(lines[1].strip()):
                 wanted[name] = (lines[1].strip(), "what the Hub said when it was downloaded")
     for name, (digest, origin) in wanted.items():
-        if not (found.root / name).is_file():
-            found.note("missing-file", "the file is not there", file=name, why=f"{origin} lists it")
-            continue
-        has = _sha256(found, name)
-        if has and has != digest:
-            why = f"SHA-256 is {has}, {digest} by {origin}"
-            found.note("checksum-mismatch", "the file is not the one that was published", file=name, why=why)
+        _check_sum(found, name, digest, origin)
+
+
+def _check_sum(found: Found, name: str, digest: str, origin: str) -> None:
+    """Whether a file is there and has that SHA-256, or that git's SHA-1 (40 digits) of it."""
+    if not (found.root / name).is_file():
+        found.note("missing-file", "the file is not there", file=name, why=f"{origin} lists it")
+        return
+    has, called = (_sha256(found, name), "SHA-256") if len(digest) == 64 else (_git_blob(found, name), "git's SHA-1")
+    if has and has != digest:
+        why = f"{called} is {has}, {digest} by {origin}"
+        found.note("checksum-mismatch", "the file is not the one that was published", file=name, why=why)
+
+
+def published(path: Path) -> dict[str, str]:
+    """Name -> checksum by a list of SHA256SUMS' form, or by what the Hub says of a repository, saved as JSON.
+
+    The Hub gives the SHA-256 of files in LFS, and git's SHA-1 of the others. Usage where the file is neither.
+    Source: huggingface.co, API of repositories: /api/models/NAME/tree/REVISION, /api/models/NAME?blobs=true.
+    """
+    fix = "give a folder, a list of lines `SHA256  NAME`, or the Hub's answer to /api/models/NAME/tree/main?recursive=1"
+    try:
+        if path.stat().st_size > _LIST_LIMIT:
+            raise ValueError(f"it has more than {_LIST_LIMIT:,} bytes")
+        text = path.read_text(encoding="utf-8")
+        found = _of_hub(json.loads(text)) if text.lstrip()[:1] in ("[", "{") else dict(_listed(path, path.name))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
+        why = f"{type(err).__name__}: {err}"[:200]
+        raise Usage(f"--against {path}: no checksums can be read from it", why=why, fix=fix) from err
+    if not found:
+        raise Usage(f"--against {path}: it lists no checksum", fix=fix)
+    return found
+
+
+def _of_hub(answer: Any) -> dict[str, str]:
+    """Name -> checksum of the Hub's answer."""
+    out: dict[str, str] = {}
+    for row in answer["siblings"] if isinstance(answer, dict) else answer:
+        name, lfs = row.get("path") or row["rfilename"], row.get("lfs") or {}
+        digest = lfs.get("sha256") or str(lfs.get("oid", "")).removeprefix("sha256:")
+        digest = digest or row.get("blobId") or (row.get("oid") if row.get("type") == "file" else "")
+        if digest and not name.startswith("/") and ".." not in name.split("/"):
+            out[name] = digest
+    return out
 
 
 def _listed(path: Path, name: str) -> Iterator[tuple[str, str]]:
@@ -122,7 +160,16 @@ def _listed(path: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _sha256(found: Found, name: str) -> str:
-    digest = hashlib.sha256()
+    return _digest(found, name, hashlib.sha256())
+
+
+def _git_blob(found: Found, name: str) -> str:
+    """The name that git has for a file's bytes."""
+    size = (found.root / name).stat().st_size
+    return _digest(found, name, hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False))
+
+
+def _digest(found: Found, name: str, digest: hashlib._Hash) -> str:
     try:
         with FileBytes(found.root / name, name=name) as reader:
             for at in range(0, reader.nbytes, _BLOCK):
@@ -134,7 +181,11 @@ def _sha256(found: Found, name: str) -> str:
 
 
 def check_against(found: Found, other: Path) -> None:
-    """Every file of another copy, byte for byte; by its hash where the copy is on the Hub, which lists them."""
+    """Every file of another copy, byte for byte; by its hash where the copy is on the Hub, or other lists hashes."""
+    if other.is_file():
+        for name, digest in published(other).items():
+            _check_sum(found, name, digest, str(other))
+        return
     shown = places.shown(str(other))
     for name, theirs in files_below(other):
         if not theirs.is_file():
