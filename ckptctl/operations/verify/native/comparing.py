@@ -63,6 +63,8 @@ def natively(
         measure = Measure(job.dtype, exact=False)
         own, native, skipped = aligned(side.own, record, side.forms, about["types"])
         judged = compare(own, native, measure)
+        if not record.gradient_norms and judged.compared.pop("gradient norm", 0):
+            skipped["gradient norms"] = len(record.parameters)
         out[word] = {
             **about,
             "losses": record.losses,
