@@ -20,7 +20,7 @@ from ckptctl.operations.verify.device import Device, deterministic, device_named
 from ckptctl.operations.verify.forms import Forms, Unlike, alone, narrowest, owned, together, widest
 from ckptctl.operations.verify.model import built
 from ckptctl.operations.verify.schedule import Rate, rates
-from ckptctl.operations.verify.sides import Side, with_config, with_steps, without_optimizer
+from ckptctl.operations.verify.sides import Side, with_config, with_steps
 from ckptctl.operations.verify.step import Job
 from ckptctl.operations.verify.wanted import VOCABULARIES, Prepared, Verification
 
@@ -42,8 +42,6 @@ def prepare(sides: Sequence[Side], what: Verification) -> Prepared:
     if memory < MEMORY_FLOOR:
         raise Usage(f"--memory {what.memory} is too little", why=f"{memory} bytes", fix="give at least 16MiB")
     device = device_named(what.device)
-    if what.no_optimizer:
-        sides = [without_optimizer(s) for s in sides]
     if what.no_model:
         return _without_model(sides, what, device, memory)
     sides = with_config(sides)
@@ -197,7 +195,8 @@ def _widths(sides: Sequence[Side], ties: Sequence[Mapping[str, str]], names: Col
                 found.setdefault(name, []).append(tensor.dtype.name)
         types.append(found)
     out = {}
-    for name in types[0]:
+    trained = {n for s in sides for found in (s.settings, s.states) for n in found}
+    for name in types[0] if not any(s.trains for s in sides) else (n for n in types[0] if n in trained):
         p, q = (t.get(name, []) for t in types)
         floats = [t for t in (*p, *q) if t.startswith(("float", "bfloat"))]
         if p and q and floats and _updated_in(p) != _updated_in(q):

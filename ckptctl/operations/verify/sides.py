@@ -151,12 +151,19 @@ class Side:
         )
 
 
-def opened(path: Path | str, reading: Reading | None = None) -> Side:
-    """A checkpoint that can be trained on from: safe to read, with tensors and names."""
+def opened(path: Path | str, reading: Reading | None = None, *, optimizer: bool = True) -> Side:
+    """A checkpoint that can be trained on from: safe to read, with tensors and names.
+
+    Without optimizer its weights alone, whatever is wrong with its optimizer's state.
+    """
     checkpoint, evidence = open_checkpoint(path, reading)
     require_safe(checkpoint)
     require_tensors(checkpoint)
     require_plain(checkpoint)
+    if not optimizer:
+        kept = {k: t for k, t in checkpoint.tensors.items() if k.kind in WEIGHTS}
+        padding = {k: t for k, t in checkpoint.padding.items() if k.kind in WEIGHTS}
+        checkpoint = replace(checkpoint, tensors=kept, padding=padding, optimizer=None, damaged_state="")
     require_names(checkpoint)
     if checkpoint.adapter is not None:
         raise Unsupported(
@@ -198,14 +205,14 @@ def opened(path: Path | str, reading: Reading | None = None) -> Side:
     return Side(str(path), checkpoint, evidence.why)
 
 
-def opened_both(a: Path | str, b: Path | str, reading: Reading | None = None) -> list[Side]:
+def opened_both(a: Path | str, b: Path | str, reading: Reading | None = None, *, optimizer: bool = True) -> list[Side]:
     """Two checkpoints. One that has no config is read with the other's: a layout may not be understood without."""
     from ckptctl.operations.opening import Reading
 
     reading = reading or Reading()
     readings = [reading, replace(reading, key_map=None)]
     try:
-        sides = [opened(p, r) for p, r in zip((a, b), readings, strict=True)]
+        sides = [opened(p, r, optimizer=optimizer) for p, r in zip((a, b), readings, strict=True)]
     except MissingFact as err:
         if err.code != "param-order" or reading.param_order is not None:
             raise
@@ -217,7 +224,10 @@ def opened_both(a: Path | str, b: Path | str, reading: Reading | None = None) ->
         file = Path(scratch) / "config.json"
         file.write_bytes(known.config_text)
         again = [replace(r, model_config=file) for r in readings]
-        return [s if s.config is not None else opened(p, r) for s, p, r in zip(sides, (a, b), again, strict=True)]
+        return [
+            s if s.config is not None else opened(p, r, optimizer=optimizer)
+            for s, p, r in zip(sides, (a, b), again, strict=True)
+        ]
 
 
 def _ordered(paths: tuple[Path | str, Path | str], readings: Sequence[Reading], why: MissingFact) -> list[Side]:
@@ -244,12 +254,6 @@ def _ordered(paths: tuple[Path | str, Path | str], readings: Sequence[Reading], 
             s if s is not None else opened(p, replace(r, param_order=file))
             for s, p, r in zip(sides, paths, readings, strict=True)
         ]
-
-
-def without_optimizer(side: Side) -> Side:
-    """The side's weights alone."""
-    kept = {k: t for k, t in side.checkpoint.tensors.items() if k.kind in WEIGHTS}
-    return replace(side, checkpoint=replace(side.checkpoint, tensors=kept, optimizer=None), steps={})
 
 
 def with_config(sides: Sequence[Side]) -> list[Side]:

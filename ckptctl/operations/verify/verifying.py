@@ -45,7 +45,8 @@ def verify(
     torch_module()
     if not what.no_model:
         transformers_module()
-    sides = [opened(a, reading)] if b is None else opened_both(a, b, reading)
+    optimizer = not what.no_optimizer
+    sides = [opened(a, reading, optimizer=optimizer)] if b is None else opened_both(a, b, reading, optimizer=optimizer)
     prepared = prepare(sides, what)
     records = []
     with deterministic(prepared.job.device):

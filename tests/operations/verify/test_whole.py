@@ -8,7 +8,8 @@ import pytest
 
 import ckptctl
 from ckptctl import operations
-from ckptctl.core.errors import Mismatch
+from ckptctl.core.errors import Damaged, Mismatch, Usage
+from ckptctl.operations.verify.batches import batches
 from tests.operations.verify.made import converted, reading_of, verified
 from tests.support.checkpoints import ckpt, needs_torch
 from tests.support.commands import ckptctl as command
@@ -121,3 +122,27 @@ def test_the_python_api_gives_the_same_document():
     found = ckptctl.verify(ckpt(LAYOUT), model_config=reading_of(LAYOUT).model_config, rows=1, columns=8)
     assert found["schema"] == "ckptctl.verify/1"
     assert found["equal"] is True
+
+
+def test_text_is_cut_into_batches_by_a_tokenizer(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["[UNK]", "a", "step", "is", "made", "of", "many"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "text.jsonl").write_text('"a step is made"\n\n{"text": "of many a step made of many"}\n')
+    given = operations.Batches(data=tmp_path / "text.jsonl", tokenizer=tmp_path / "tokenizer", rows=2, columns=4)
+    (batch,) = batches(given, 1, 131)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 1, 2]]
+    with pytest.raises(Usage, match="has 11 tokens"):
+        batches(given, 2, 131)
+    assert verified(ckpt(LAYOUT), None, LAYOUT, batch=given)["equal"] is True
+
+
+def test_an_optimizer_that_its_writer_damaged_is_refused_and_the_weights_are_not():
+    layout = "megatron/dist_tp1pp1_distopt_full_dp2_buckets"
+    with pytest.raises(Damaged, match="not that of the parameters"):
+        verified(ckpt(layout), None, layout)
+    assert verified(ckpt(layout), None, layout, no_optimizer=True)["equal"] is True
