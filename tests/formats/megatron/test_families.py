@@ -218,3 +218,31 @@ def test_layers_of_multi_token_prediction_go_by_megatron_s_names_in_other_format
     back = document("convert", tmp_path / "there", tmp_path / "back", "--to", "hf", "--model-config", source)
     assert "mtp.layers.0.eh_proj.weight" in json.dumps(back)
     assert document("diff", source, tmp_path / "back")["equal"]
+
+
+UNEVEN = [
+    ("pipeline_model_parallel_size: 2\ndecoder_first_pipeline_num_layers: 1\n", [1, 3]),
+    ("pipeline_model_parallel_size: 2\ndecoder_last_pipeline_num_layers: 1\n", [3, 1]),
+    (
+        "pipeline_model_parallel_size: 3\naccount_for_embedding_in_pipeline_split: true\n"
+        "account_for_loss_in_pipeline_split: true\n",
+        [1, 2, 1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "layers"), UNEVEN)
+def test_uneven_pipelines_are_written_as_the_run_has_them(text, layers, tmp_path):
+    """Layers of each stage as the real models of those args have them."""
+    source, _ = made(tmp_path, "llama")
+    (tmp_path / "run.yaml").write_text(text)
+    there = tmp_path / "there"
+    good("convert", source, there, "--to", "megatron", "--megatron-format", "torch", "--like", tmp_path / "run.yaml")
+    found = []
+    for stage in range(len(layers)):
+        with zipfile.ZipFile(there / f"release/mp_rank_00_{stage:03d}/model_optim_rng.pt") as archive:
+            pickle = archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl")))
+        found.append(pickle.count(b".input_layernorm.weight"))
+    assert found == layers
+    good("convert", there, tmp_path / "back", "--to", "hf", "--model-config", source)
+    assert document("diff", source, tmp_path / "back")["equal"]

@@ -202,3 +202,15 @@ def test_args_say_whose_layers_the_names_are(spec, said, form, tmp_path):
     out = tmp_path / "out"
     good("reshard", ckpt(CLASSIC), out, "--layer-spec", spec, "--megatron-format", form)
     assert open_checkpoint(out)[0].native["args"].state["transformer_impl"] == said
+
+
+def test_by_way_of_another_format_all_but_the_padding_rows_come_back_and_those_are_reported(tmp_path):
+    given = ("--model-config", truth_config(TIED))
+    away = document("convert", ckpt(TIED), tmp_path / "a.pt", "--to", "torch", *given)
+    line = next(x for x in away["fidelity"] if x["part"] == "vocabulary padding")
+    assert (line["fate"], "13 rows" in line["detail"]) == ("dropped", True)
+    to = ("--to", "megatron", "--megatron-format", "torch", "--tp", "2", "--pp", "2", "--vocab-divisor", "8")
+    back = document("convert", tmp_path / "a.pt", tmp_path / "b", *to, *given)
+    line = next(x for x in back["fidelity"] if x["part"] == "vocabulary padding")
+    assert (line["fate"], "13 of zeros" in line["detail"]) == ("filled", True)
+    assert document("diff", ckpt(TIED), tmp_path / "b", "--optimizer", *given)["equal"]
