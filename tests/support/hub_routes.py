@@ -222,12 +222,12 @@ def lfs_batch(h: Handler) -> None:
     """Where each object is to be sent. One without actions is here already. Source: git-lfs, docs/api/batch.md."""
     h.writer()
     repo, asked = h.repo(), h.asked()
-    objects, transfer = [], "basic"
+    objects, transfer = [], "xet" if h.hub.xet and "xet" in asked.get("transfers", []) else "basic"
     for one in asked["objects"]:
         told: dict[str, Any] = {"oid": one["oid"], "size": one["size"]}
         if not h.hub.state.content(one["oid"]).exists():
             href, upload = f"{h.hub.url}/content/{one['oid']}", {}
-            if one["size"] > h.hub.part_size and "multipart" in asked.get("transfers", []):
+            if transfer != "xet" and one["size"] > h.hub.part_size and "multipart" in asked.get("transfers", []):
                 transfer, count = "multipart", -(-one["size"] // h.hub.part_size)
                 parts = {f"{number:05d}": f"{href}/part/{number}" for number in range(1, count + 1)}
                 upload = {"href": f"{href}/complete", "header": {"chunk_size": str(h.hub.part_size), **parts}}
