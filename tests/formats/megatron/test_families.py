@@ -246,3 +246,14 @@ def test_uneven_pipelines_are_written_as_the_run_has_them(text, layers, tmp_path
     assert found == layers
     good("convert", there, tmp_path / "back", "--to", "hf", "--model-config", source)
     assert document("diff", source, tmp_path / "back")["equal"]
+
+
+def test_a_tensor_that_ranks_do_not_divide_is_named_with_what_would(tmp_path):
+    """14 rows of the down projection: local layers cut them, the Transformer Engine's do not."""
+    source, _ = made(tmp_path, "deepseek_v3")
+    words = ("--to", "megatron", "--tp", "4", "--megatron-format", "torch", "--layer-spec")
+    error = refused("convert", source, tmp_path / "no", *words, "local")
+    assert error["code"] == "mesh-does-not-divide"
+    assert "linear_kv_down_proj.weight (14, 16)" in error["what"]
+    assert error["fix"] == "--tp 1, 2, 7, 14 would do for it"
+    good("convert", source, tmp_path / "out", *words, "te")

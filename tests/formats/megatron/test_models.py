@@ -34,6 +34,8 @@ def test_names_and_shapes_are_those_of_real_models(name, tmp_path):
     for mesh, words in MESHES.items():
         if "ep" in mesh and "moe" not in name and name not in ("mixtral", "deepseek_v3"):
             continue
+        if name == "deepseek_v3" and words[:2] == ("--tp", "4"):
+            words = ("--tp", "2", *words[2:])  # local layers cut latent attention's down projections
         to = tmp_path / mesh
         # local layers: the Transformer Engine's are built on a GPU alone
         given = ("--vocab-divisor", "4", "--layer-spec", "local")
