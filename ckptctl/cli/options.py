@@ -138,8 +138,6 @@ NO_PROGRESS = Annotated[bool, typer.Option("--no-progress", help="No progress ba
 ZERO_STAGE = Annotated[
     int | None, typer.Option("--zero-stage", help="deepspeed: ZeRO stage, 1, 2 or 3.", metavar="S", show_default=False)
 ]
-UNIVERSAL = Annotated[
-    bool, typer.Option("--universal", help="deepspeed: a universal folder, for any stage and number of ranks.")
-]
+UNIVERSAL = Annotated[bool, typer.Option("--universal", help="deepspeed: a universal folder, for any number of ranks.")]
 PP = Annotated[int | None, typer.Option("--pp", help="Pipeline stages.", metavar="N", show_default=False)]
 EP = Annotated[int | None, typer.Option("--ep", help="Expert-parallel ranks.", metavar="N", show_default=False)]

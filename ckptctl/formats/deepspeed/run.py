@@ -108,12 +108,13 @@ class Run:
                 out.append((number, teams.team(group.params, self.dp, self.ep, rank)))
                 continue
             numels = [self.numel(n) for n in group.params]
-            for sub in layout.sub_groups(numels, self.dp, self._sub_group_numel()):
+            for sub in layout.sub_groups(numels, self.dp, self.sub_group_numel()):
                 names = [group.params[i] for i in sub]
                 out.append((number, teams.team(names, self.dp, 1, rank)))
         return out
 
-    def _sub_group_numel(self) -> int:
+    def sub_group_numel(self) -> int:
+        """Elements of a rank's slots at which a sub-group of stage 3 closes."""
         zero = self.config.get("zero_optimization")
         size = zero.get("sub_group_size") if isinstance(zero, dict) else None
         return int(size) if isinstance(size, (int, float)) and size > 0 else SUB_GROUP_SIZE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import MASTER, Group
 from ckptctl.core.dtype import BY_NAME
-from ckptctl.core.errors import Damaged, Unsupported
+from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 from ckptctl.core.tensor import Key, PieceTable, Tensor
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.deepspeed.build import cast_of, is_placeholder
@@ -65,6 +65,7 @@ def read(build: Build) -> None:
         for kind, tensor in entries.items():
             key = Key(name, MASTER if kind == FP32 else kind)
             build.tensors[key] = Tensor(key, tensor.dtype, tensor.shape, tensor.pieces, trainable=True)
+    _require_files(build, models)
     if models:
         build.step, build.values = models[0].steps, dict(models[0].values)
     for model in models:
@@ -86,6 +87,30 @@ def read(build: Build) -> None:
     build.variant = "universal"
     build.layout |= {"tp": 1, "pp": 1, "ep": 1}
     build.about |= {"dtype": models[0].run_dtype if models else None}
+
+
+def _require_files(build: Build, models: list[ModelFile]) -> None:
+    """MissingFile where a parameter of the optimizer has no file of what others of its flat group have.
+
+    A group that never got a gradient has no states at all.
+    """
+    kinds: dict[str, set[str]] = {}
+    for key in build.tensors:
+        kinds.setdefault(key.name, set()).add(key.kind)
+    for name, kind in build.scalars:
+        kinds.setdefault(name, set()).add(kind)
+    for group in (g for m in models for g in m.shapes or ()):
+        every = {MASTER, *(k for n in group for k in kinds.get(n, ()))}
+        for name, shape in group.items():
+            lost = sorted(every - kinds.get(name, set()))
+            if lost and 0 not in shape:
+                file = f"{name}/{FP32 if lost[0] == MASTER else lost[0]}.pt"
+                raise MissingFile(
+                    f"zero/{file} is not there",
+                    where=build.files.where("zero"),
+                    why=f"by the model file's param_shapes the optimizer has {name}, as others of its group",
+                    fix="copy it from where the folder was made, or make the folder again",
+                )
 
 
 def _models(build: Build) -> list[ModelFile]:

@@ -55,9 +55,15 @@ def files(run: Run) -> list[OutputFile]:
 
 
 def loads_at_three(run: Run) -> bool:
-    """Whether a run of stage 3 can go on from it: that takes one step for all, and Adam's two moments."""
-    every = all(set(FOR_STAGE_3) <= set(kinds) for kinds in run.kinds)
-    return every and run.updates is not None and not run.experts
+    """Whether a run of stage 3 can go on from it: that takes Adam's two moments, one step, and one sub-group.
+
+    DeepSpeed gives all sub-groups one and the same step, which every one of them counts up, and all param groups the
+    first one's settings: with several, a run would go on otherwise than it was. Without stage 3's form it stops.
+    """
+    if len(run.groups) != 1 or run.updates is None or run.experts or not run.has_settings:
+        return False
+    numel = sum(map(run.numel, run.groups[0].params))
+    return set(FOR_STAGE_3) <= set(run.kinds[0]) and numel <= run.sub_group_numel()
 
 
 def frozen(run: Run) -> dict[str, Item]:
@@ -99,17 +105,6 @@ def _settings(run: Run, made: TorchTree) -> Tree:
 
 
 def _for_three(run: Run, made: TorchTree) -> Tree:
-    """Stage 3's own place for settings and step.
-
-    It gives every group the settings of the first: here that has only what all groups have alike, so that the rest
-    stays each group's own, as the run that loads has it.
-    """
-    groups = [flats.options(run, made, i, [i]) for i in range(len(run.groups))]
-    alike = [k for k in groups[0] if all(repr(g.get(k)) == repr(groups[0][k]) for g in groups)] if groups else []
-    first = next((n for g in run.groups for n in g.params), "")
-    return {
-        "state": {0: {"step": flats.step(run, made, first)}},
-        "param_groups": [
-            {k: v for k, v in g.items() if k in alike or k == "params" or i} for i, g in enumerate(groups)
-        ],
-    }
+    """Stage 3's own place for settings and step."""
+    first = next(iter(run.groups[0].params), "")
+    return {"state": {0: {"step": flats.step(run, made, first)}}, "param_groups": [flats.options(run, made, 0, [0])]}

@@ -250,6 +250,20 @@ def test_another_pipeline_stage_s_optimizer_is_told(tmp_path):
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("lost", ["exp_avg.pt", "fp32.pt", "step.pt", ""])
+def test_a_missing_file_of_a_universal_folder_is_named(lost, tmp_path):
+    path = copied("deepspeed/universal-zero1-dp2-bf16-fp32acc", tmp_path)
+    place = path / (path / "latest_universal").read_text() / "zero" / "model.norm.weight"
+    if lost:
+        (place / lost).unlink()
+    else:
+        shutil.rmtree(place)
+    error = stopped(path, tmp_path)
+    assert error["code"] == "missing-file"
+    assert f"model.norm.weight/{lost or 'exp_avg.pt'}" in error["what"]
+
+
+@pytest.mark.real
 def test_frozen_weights_are_named(tmp_path):
     said = command("inspect", source("deepspeed/zero2-dp4-bf16-groups-frozen")).out
     assert "frozen: 2 weights: model.embed_tokens.weight, model.layers.0.input_layernorm.weight" in said

@@ -41,6 +41,7 @@ SAMPLE = {  # source: shape, stage, type, ranks -> targets
     ("frozen", 3, "bf16", 4): [("2", 2), ("3", 3)],
     ("tied", 0, "bf16", 1): [("1", 2), ("3", 2)],
     ("one", 0, "fp32", 2): [("2", 3)],
+    ("one", 3, "bf16", 2): [("universal", 2)],
 }
 EVERY = {
     source: TARGETS
@@ -69,10 +70,10 @@ def name_of(source: tuple[str, int, str, int]) -> str:
 
 
 def going_on(source: tuple[str, int, str, int], target: tuple[str, int], path: Path) -> dict[str, Any]:
-    """The job that loads a target. A universal folder goes to the source's own stage."""
-    shape, stage, dtype, _ = source
+    """The job that loads a target."""
+    shape, _, dtype, _ = source
     universal = target[0] == "universal"
-    to = (stage or 1) if universal else int(target[0])
+    to = to_stage(source, target)
     return {**SHAPES[shape], "dtype": dtype, "stage": to, "dp": target[1], "load": str(path), "universal": universal}
 
 
@@ -87,21 +88,22 @@ def differences(source: tuple[str, int, str, int], target: tuple[str, int], was:
     out = [f"{len(lost)} of {len(kept)} states differ: {', '.join(lost[:4])}"] if lost else []
     if now["global_steps"] - was["global_steps"]:
         out.append(f"global_steps {now['global_steps']}")
-    # At stage 3 DeepSpeed gives every group the first one's settings when it loads a universal folder.
-    own = universal and (source[1] == 3)
-    if now["settings"] != was["settings"] and not own:
+    if now["settings"] != was["settings"]:
         out.append(f"settings {now['settings']}, not {was['settings']}")
     gap = max(abs(a - b) / a for a, b in zip(was["losses"], now["losses"], strict=True))
-    if gap > ACROSS[source[2]] and not (own and source[0] != "one"):
+    if gap > ACROSS[source[2]]:
         out.append(f"losses {now['losses']}, not {was['losses']}")
-    only_layout = to_stage(source, target) == source[1] and {source[3], target[1]} <= {1, 2, 4}
-    if gap and only_layout and not own:
+    only_layout = to_stage(source, target) == source[1] and ({source[3], target[1]} <= {1, 2} or source[3] == target[1])
+    if gap and only_layout:
         out.append(f"only the layout changed, and losses are {now['losses']}, not {was['losses']}")
     return out
 
 
 def to_stage(source: tuple[str, int, str, int], target: tuple[str, int]) -> int:
-    return (source[1] or 1) if target[0] == "universal" else int(target[0])
+    """A universal folder goes to the source's own stage, but for stage 3 with several groups, which none loads."""
+    if target[0] != "universal":
+        return int(target[0])
+    return 2 if source[1] == 3 and source[0] != "one" else source[1] or 1
 
 
 def chosen() -> dict[tuple[str, int, str, int], list[tuple[str, int]]]:
