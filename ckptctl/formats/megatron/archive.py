@@ -67,7 +67,7 @@ def members_of(path: Path) -> dict[str, Member]:
                     raise Damaged("the archive has too many members", where=str(path), code="archive-damaged")
                 if info.isreg() and not info.issparse():
                     out[info.name.removeprefix("./")] = Member(info.offset_data, info.size)
-    except (tarfile.TarError, OSError, ValueError, EOFError, RecursionError) as err:
+    except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError, RecursionError) as err:
         raise Damaged(
             "the archive is no whole tar", where=str(path), why=str(err), fix="copy it again", code="archive-damaged"
         ) from err

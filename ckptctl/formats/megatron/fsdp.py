@@ -108,7 +108,7 @@ def _keep(values: dict[str, Tree], name: str, value: Tree, out: Found) -> None:
     head, _, rest = name.partition(".")
     if head == "rng_state":
         states = out.native.setdefault("rng_state", {})
-        numbers = tuple(map(int, re.findall(r"\d+", rest)[:2]))
+        numbers = tuple(map(int, re.findall(r"\d{1,6}", rest)[:2]))
         if isinstance(states, dict) and len(numbers) == 2:
             states[*numbers, 0] = value
     elif rest and head == "opt_param_scheduler":

@@ -30,6 +30,7 @@ _TYPES = {
 }  # fmt: skip
 _OBJECT = re.compile(r"shard_[\d.]+_[\d.]+\.pt")
 _MOST_CHUNKS = 1 << 24
+_MOST_AXES = 16
 
 
 def is_zarr(path: Path) -> bool:
@@ -80,7 +81,7 @@ def index_of(sizes: Mapping[str, int], read: Callable[[str], bytes], where: str)
 def _array(name: str, said: dict[str, Any], sizes: Mapping[str, int], out: Index) -> Chunks:
     shape, chunk = (_sizes(said, k, name) for k in ("shape", "chunks"))
     dtype = _dtype(said, name)
-    if len(shape) != len(chunk) or any(n < 1 for n in chunk):
+    if len(shape) != len(chunk) or len(shape) > _MOST_AXES or any(n < 1 for n in chunk):
         raise Damaged(
             f"{name} has shape {shape} in chunks of {chunk}", where=f"{name}/{ARRAY}", code="metadata-damaged"
         )
