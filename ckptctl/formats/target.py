@@ -111,6 +111,8 @@ class Target:
     own_names: bool = False
     own_groups: bool = False
     """Which parameters decay is decided by the run's own flags, whatever the source's groups did."""
+    torch_groups: bool = False
+    """Its param groups are torch's, with every setting that torch's optimizer has in one."""
     rounds_masters: bool = False
     """Its weights are its float32 masters in the weights' type: a loader takes whichever of the two it likes."""
     parts_apart: bool = False

@@ -14,6 +14,7 @@ from ckptctl.core.checkpoint import part_of
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.globs import matches
 from ckptctl.core.values import Array, Held
+from ckptctl.formats.torchgroups import completed
 from ckptctl.operations.state_values import plain
 from ckptctl.operations.tensors import as_number, scalar
 
@@ -106,13 +107,10 @@ def _groups(a: Checkpoint, b: Checkpoint, only: Sequence[str], found: Found) -> 
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Document]:
-    if checkpoint.optimizer is None:
+    optimizer, _ = completed(checkpoint.optimizer)  # what torch's Adam says, and a fused one takes for granted
+    if optimizer is None:
         return {}
-    return {
-        name: {k: _comparable(v) for k, v in g.options.items()}
-        for g in checkpoint.optimizer.groups
-        for name in g.params
-    }
+    return {name: {k: _comparable(v) for k, v in g.options.items()} for g in optimizer.groups for name in g.params}
 
 
 def _alike(a: Any, b: Any) -> bool:

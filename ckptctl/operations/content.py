@@ -16,6 +16,7 @@ from ckptctl.core.checkpoint import ADAPTER, EMA, MASTER, OTHER, WEIGHTS, Checkp
 from ckptctl.core.errors import MissingFact, StateNotCarried, Unsupported
 from ckptctl.core.values import Record, Tree, holds_array
 from ckptctl.formats.target import Content, Item, Line
+from ckptctl.formats.torchgroups import completed
 from ckptctl.names import absent_head
 from ckptctl.operations.opening import require_names
 from ckptctl.operations.weights import chosen, chosen_weights, require_movable, tied_pair
@@ -61,6 +62,11 @@ def content_of(source: Checkpoint, wanted: Conversion, *, own_names: bool = Fals
         states = _selected_states(states, weights, source, wanted, lines)
         states = _masters_once(states, weights, lines)
         optimizer = _selected_groups(source.optimizer, weights, states, wanted)
+        if wanted.target.torch_groups and wanted.to != source.format:
+            optimizer, lacked = completed(optimizer)
+            if lacked:
+                what = "amsgrad, maximize, ...: the source's Adam has no such settings, torch's loads none without"
+                lines.append(Line("group settings", "filled", what))
     else:
         _dropped(source, states, wanted, lines)
         states, optimizer = {}, None

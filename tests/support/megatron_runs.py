@@ -126,15 +126,20 @@ def gaps_of(row: Row, work: Path) -> dict[str, Any]:
     if row.vpp > 1:
         config = json.loads((source / "truth" / "config.json").read_text())
         mesh["vpp"] = (config.get("num_hidden_layers") or config["n_layer"]) // (row.pp * row.vpp)
-    words = [torch_python(), HARNESS, "--megatron-src", os.environ["CKPTCTL_MEGATRON_SRC"], "--load", work / "out"]
-    words += ["--family", truth["family"], "--dtype", truth["dtype"], "--optimizer", row.optimizer, "--rng"]
+    words: list[Any] = ["--family", truth["family"], "--dtype", truth["dtype"], "--optimizer", row.optimizer, "--rng"]
     words += ["--expect", source / "truth" / "losses.json", "--dims", source / "truth" / "config.json"]
     words += [w for axis, n in mesh.items() for w in (f"--{axis}", n)]
     words += ["--vocab-divisor", padded // row.tp, "--atol", "2e-5" if truth["dtype"] == "fp32" else "2e-3"]
     flags = ["--micro-batch-size 1"] if row.dp > 2 and row.pp == 1 else []  # the batch is four rows
     flags += ["--sequence-parallel"] if truth["family"] == "mixtral" and row.tp > 1 and row.pp > 1 else []
     words += [f"--flags={' '.join(flags)}"] if flags else []
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False, cwd=work)
+    return gone_on(work / "out", words)
+
+
+def gone_on(out: Path, words: list[Any]) -> dict[str, Any]:
+    """What the harness says of a run's folder; code is its exit code, error the end of what it wrote."""
+    command = [torch_python(), HARNESS, "--megatron-src", os.environ["CKPTCTL_MEGATRON_SRC"], "--load", out, *words]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, cwd=out.parent)
     text = done.stdout[done.stdout.find('{"') :]
     report = json.loads(text) if text else {"ok": False}
     return {"code": done.returncode, "error": done.stderr[-1500:], **report}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.core.errors import Unsupported
 from ckptctl.formats.megatron import model
 from ckptctl.formats.pickles.nodes import show
+from ckptctl.formats.torchgroups import TORCH_ADAM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,16 +17,6 @@ if TYPE_CHECKING:
     from ckptctl.core.values import Tree
 
 TRAINING = ("lr", "betas", "eps", "weight_decay")
-_TORCH = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-"""What torch's AdamW has in a group. Source: torch 2.13.0, optim/adamw.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +125,5 @@ def _settings(options: Mapping[str, Tree], fam: Sort, *, distributed: bool) -> d
     out["eps"] = options.get("eps", 1e-8)
     out["weight_decay"] = options.get("weight_decay", 0.0)
     if not distributed:
-        out |= {k: options.get(k, v) for k, v in _TORCH.items()}
+        out |= {k: options.get(k, v) for k, v in TORCH_ADAM.items()}
     return out

@@ -214,3 +214,16 @@ def test_by_way_of_another_format_all_but_the_padding_rows_come_back_and_those_a
     line = next(x for x in back["fidelity"] if x["part"] == "vocabulary padding")
     assert (line["fate"], "13 of zeros" in line["detail"]) == ("filled", True)
     assert document("diff", ckpt(TIED), tmp_path / "b", "--optimizer", *given)["equal"]
+
+
+def test_a_fused_adam_s_groups_have_torchs_settings_in_a_dcp(tmp_path):
+    """torch.distributed.checkpoint loads by the live optimizer's template, and stops where a setting is missing."""
+    name = "megatron/legacy_tp2pp2_distopt_dp2"
+    document("convert", ckpt(name), tmp_path / "out", "--to", "dcp", "--model-config", truth_config(name))
+    groups = open_checkpoint(tmp_path / "out")[0].optimizer.groups
+    # what a group of torch 2.13.0's AdamW has besides params
+    own = {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable"}
+    own |= {"fused", "decoupled_weight_decay"}
+    assert all(own <= set(g.options) for g in groups)
+    assert {g.options["decoupled_weight_decay"] for g in groups} == {True}
+    assert document("diff", ckpt(name), tmp_path / "out", "--optimizer", "--model-config", truth_config(name))["equal"]
