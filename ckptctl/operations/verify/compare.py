@@ -25,6 +25,8 @@ LOSS: dict[str, float] = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-3, "f
 """By the type that is computed in, how far apart two losses may be that are not of equal bits by right."""
 RELATIVE: dict[str, float] = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-8}
 """By the narrowest type of a state, how far apart its numbers may be after the steps, over the tensor's largest."""
+SQUARES = 4.0
+"""How much wider that is for sums of squares (exp_avg_sq), where two programs computed in different orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Measure:
             )
         else:
             out["relative"] = {self.dtype: RELATIVE[self.dtype]}
+            out["squares"] = {self.dtype: SQUARES * RELATIVE[self.dtype]}
             out["why"] = "the sides were computed by different programs"
         return out
 
@@ -188,6 +191,7 @@ def _updates(x: Trained, y: Trained, measure: Measure, compared: Counter[str]) -
         gap, at, scale = _gap(x.samples.get(kind, []), y.samples.get(kind, []))
         if not measure.exact or width is not None:
             allowed = RELATIVE[width or measure.dtype] * scale
+            allowed *= SQUARES if not measure.exact and kind.endswith("_sq") else 1
             if gap <= allowed:
                 continue
         detail = f"after the step, by up to {gap:.3g} in {len(x.samples.get(kind, []))} elements looked at"

@@ -93,6 +93,7 @@ def test_the_framework_of_a_checkpoint_and_its_ranks(layout, runner, world):
         ("torch/verl_fsdp1", "FSDP1"),
         ("deepspeed/pipe-pp2-dp2-zero1-bf16", "pp 2"),
         ("deepspeed/moe-ep2-dp4-zero2-bf16", "ep 2"),
+        ("megatron/qwen2_legacy_tp2pp2_tied", "tied embeddings"),
     ],
 )
 def test_what_only_the_run_s_own_program_loads_is_refused_by_name(layout, why):

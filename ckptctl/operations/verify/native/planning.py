@@ -288,6 +288,8 @@ def _megatron(checkpoint: Checkpoint, named: Checkpoint | None = None) -> Native
     args = {k: plain(v) for k, v in source_args(checkpoint).items()}
     if not args:
         raise _own_program(checkpoint, "the args of its run are not in it")
+    if (checkpoint.layout.get("pp") or 1) > 1 and args.get("untie_embeddings_and_output_weights") is False:
+        raise _own_program(checkpoint, "tied embeddings on two pipeline stages: their step is not that of the run here")
     named = named or checkpoint
     layout, counted = checkpoint.layout, (named.facts.config or {}).get("vocab_size")
     if not isinstance(counted, int):
