@@ -88,6 +88,9 @@ class Measure:
             if not len(x):
                 return
             apart = np.where(x == y, 0.0, np.abs(x - y))
+            if a.dtype.kind in "iu":  # float64 has no room for the difference of large ones; unsigned bits wrap right
+                high, low = (f(a, b).astype(np.uint64) for f in (np.maximum, np.minimum))
+                apart = (high - low).astype(np.float64)
             larger = np.maximum(np.abs(x), np.abs(y))
             self.max_abs = max(self.max_abs, float(apart.max()))
             share = np.where(np.isinf(apart) & np.isinf(larger), 1.0, apart / np.where(larger > 0, larger, 1.0))
@@ -152,7 +155,8 @@ def _ulps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     if not len(a):
         return 0
     bits = _BITS[a.dtype.itemsize]
-    sign = bits(1 << (8 * a.dtype.itemsize - 1))
+    has_sign = "e8m0" not in a.dtype.name  # powers of two alone
+    sign = bits(has_sign << (8 * a.dtype.itemsize - 1))
     x, y = a.view(bits), b.view(bits)
     m, n = ((v & ~sign).astype(np.uint64) for v in (x, y))
     alike = (x & sign) == (y & sign)

@@ -18,10 +18,12 @@ from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import InOnePlace
 from ckptctl.core.values import Global
 from ckptctl.formats.bytesource import read_whole
-from ckptctl.operations.checks.files import check_files, grave_global
+from ckptctl.operations.checks.answers import answered, intact, safe
+from ckptctl.operations.checks.files import check_files
 from ckptctl.operations.checks.folder import check_folder
 from ckptctl.operations.checks.found import Found, Level
 from ckptctl.operations.checks.model import check_model
+from ckptctl.operations.checks.pickled import grave_global
 from ckptctl.operations.checks.state import Resumable, check_state, resumable
 from ckptctl.operations.elsewhere import near, reads_hub
 from ckptctl.operations.naming import under_hub_names
@@ -32,7 +34,7 @@ from ckptctl.rules import SEVERITIES, Finding, finding, known_words
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.core.checkpoint import Checkpoint, UnsafeGlobal
 
 Document = dict[str, Any]
 LEVELS: tuple[Level, ...] = ("header", "structure", "values")
@@ -98,6 +100,7 @@ def validate(
     targets = [t for p in paths for t in _targets(Path(p), reading)]
     checked = [_one(t, what, reading, budget, jobs, progress) for t in targets]
     for one in checked:
+        _filter(one.found, what)
         if one.error is not None and not one.found.has_errors:
             if len(checked) == 1:
                 raise one.error
@@ -243,6 +246,8 @@ def _one(
         check_folder(found, what.level)  # type: ignore[arg-type]
     if what.level != "header":
         _open(one, path, reading)
+    else:
+        _headers_only(one, path, reading, alone)
     if one.checkpoint is not None:
         _structure(found, one.checkpoint)
     if what.level == "values":
@@ -287,6 +292,33 @@ def _open(one: _Checked, path: Path, reading: Reading | None) -> None:
             found.error(err)
 
 
+def _headers_only(one: _Checked, path: Path, reading: Reading | None, alone: bool) -> None:
+    """What no file tells by itself: that there is no checkpoint at all, and what values a DCP keeps as pickles."""
+    found = one.found
+    if not found.looked_at and not found.has_errors and not (alone and path.suffix == ".json"):
+        try:
+            formats.detect(path)
+        except Unrecognised as err:
+            one.error = err
+        except CkptError:  # known, and not read at this level
+            pass
+    items = [f for f in found.files if f.endswith(".distcp")]
+    if not items:
+        return
+    try:
+        checkpoint, _ = open_checkpoint(path, reading)
+    except CkptError as err:
+        found.unseen.update((f, err.what) for f in items)
+        return
+    for unsafe in checkpoint.unsafe:
+        _unsafe(found, unsafe)
+
+
+def _unsafe(found: Found, unsafe: UnsafeGlobal) -> None:
+    file = unsafe.file.partition(" (")[0]
+    found.note("pickle-calls-code", f"the pickle asks for {unsafe.name}", file=file, field=unsafe.name, why=unsafe.why)
+
+
 def _told(found: Found, err: CkptError) -> bool:
     """Whether a check of the files has said what a reader says now."""
     alike = {err.code, *({"duplicate-tensor", "tensor-not-in-index"} if err.code == "tensor-not-in-shard" else ())}
@@ -299,10 +331,7 @@ def _structure(found: Found, checkpoint: Checkpoint) -> None:
     if not checkpoint.tensors and not checkpoint.unsafe:
         found.note("no-tensors", "the checkpoint holds no tensor")
     for unsafe in checkpoint.unsafe:
-        file = unsafe.file.partition(" (")[0]
-        found.note(
-            "pickle-calls-code", f"the pickle asks for {unsafe.name}", file=file, field=unsafe.name, why=unsafe.why
-        )
+        _unsafe(found, unsafe)
     told = {f.where.field for f in found.findings if f.kind == "pickle-unknown-global"}
     for name in checkpoint.unknown_globals:
         module, _, attribute = name.rpartition(".")
@@ -347,23 +376,16 @@ def _resumes(one: _Checked, what: Validation, answer: Resumable) -> None:
 
 def _row(one: _Checked, answer: Resumable, level: str) -> Document:
     """One checkpoint's line of the report."""
-    errors = [f for f in one.found.findings if f.severity == "error"]
-    damage = [
-        f
-        for f in errors
-        if f.rule.question == "intact" or (f.rule.question == "resumable" and f.kind != "not-resumable")
-    ]
-    danger = [f for f in errors if f.rule.question == "safe"]
     checkpoint = one.checkpoint
     return {
         "path": one.name,
         "format": checkpoint.format if checkpoint else "",
         "variant": checkpoint.variant if checkpoint else "",
         "step": checkpoint.step if checkpoint else None,
-        "intact": _answer(not damage, _errors(len(damage)) if damage else "nothing found"),
-        "safe": _answer(not danger, danger[0].what if danger else "no pickle, path or link in it does harm"),
+        "intact": intact(one.found),
+        "safe": safe(one.found),
         "resumable": {
-            **_answer(
+            **answered(
                 None if level == "header" else answer.answer, "not looked at" if level == "header" else answer.why
             ),
             "loader": answer.loader,
@@ -372,14 +394,6 @@ def _row(one: _Checked, answer: Resumable, level: str) -> Document:
         "checked": {"tensors": one.found.tensors, "files": len(one.found.files), "bytes": one.found.nbytes},
         "findings": len(one.found.findings),
     }
-
-
-def _errors(count: int) -> str:
-    return f"{count} error" + ("" if count == 1 else "s")
-
-
-def _answer(answer: bool | None, why: str) -> Document:
-    return {"answer": answer, "why": why}
 
 
 def _step(one: _Checked) -> int:

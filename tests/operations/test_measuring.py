@@ -73,3 +73,25 @@ def test_norms_and_cosine_are_those_of_the_whole(parts):
     }  # fmt: skip
     assert stats == pytest.approx(want)
     assert measured(np.zeros(2), np.zeros(2)).stats["cosine"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "apart"),
+    [
+        (np.int64, 2**53, 2**53 + 1, 1.0),
+        (np.int64, -(2**63), 2**63 - 1, float(2**64 - 1)),
+        (np.uint64, 0, 2**64 - 1, float(2**64 - 1)),
+        (np.int8, -128, 127, 255.0),
+    ],
+)
+def test_integers_are_as_far_apart_as_they_are(dtype, a, b, apart):
+    measure = Measure()
+    measure._distances(np.array([a], dtype), np.array([b], dtype))
+    assert measure.max_abs == apart
+
+
+def test_neighbours_of_a_type_without_sign_are_one_apart():
+    measure = Measure()
+    x = np.array([0x7F, 0x80, 0x81], np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    measure._distances(x[:-1], x[1:])
+    assert measure.max_ulp == 1

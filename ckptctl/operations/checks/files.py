@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import bz2
 import json
-import lzma
 import os
-import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import CkptError, Unrecognised, Unsupported
-from ckptctl.core.values import Global, Storage, TensorRef
+from ckptctl.core.values import Storage, TensorRef
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.hf import index
-from ckptctl.formats.pickles import arrays
-from ckptctl.formats.pickles.build import load, load_until_broken
-from ckptctl.formats.pickles.danger import unknown, verdict
 from ckptctl.formats.pickles.walk import path_text, walk
 from ckptctl.formats.st import header
 from ckptctl.formats.state import find
-from ckptctl.formats.torchfile.read import CALLS, TorchFile, open_torch
-from ckptctl.formats.torchfile.rebuild import Storages
+from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchfile.sniff import refuse_other, sniff
-from ckptctl.formats.zipdir import read_zip
+from ckptctl.operations.checks.pickled import TORCH_TAR, may_hide, members, safe_globals, tar_names, unread
+from ckptctl.remote import places
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from ckptctl.core.errors import Severity
-    from ckptctl.formats.pickles.danger import Finding
-    from ckptctl.formats.zipdir import ZipDirectory, ZipRecord
     from ckptctl.operations.checks.found import Found
 
 TORCH = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".th", ".tar")
@@ -38,22 +30,10 @@ _UNPICKLED = (".joblib", ".dat", ".data", ".npy", ".npz")
 """Names of files that other loaders unpickle: looked at for that alone."""
 _ALWAYS_TORCH = (".pt", ".pth", ".ckpt")
 _JSON_LIMIT = 4 << 20
+_FAR_LIMIT = 1 << 20
 _HEAD = 1024
-_MEMBER_LIMIT = 64 << 20
-_PICKLED = (".pkl", ".pickle", ".joblib", ".dat", ".data", ".npy")
-_HIGHEST_PROTOCOL = 5
-_COMPRESSED: tuple[tuple[bytes, Callable[[], Any]], ...] = (
-    (b"\x1f\x8b", lambda: zlib.decompressobj(31)),
-    (b"\x78", zlib.decompressobj),
-    (b"BZ", bz2.BZ2Decompressor),
-    (b"\xfd7zXZ", lzma.LZMADecompressor),
-    (b"\x5d\x00", lzma.LZMADecompressor),
-)
-"""How joblib compresses, by first bytes. Source: joblib 1.5, joblib/compressor.py."""
 _UNFINISHED = (".tmp", ".part", ".incomplete", ".crdownload")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
-FRAMEWORKS = ("torch", "numpy", "builtins", "collections", "transformers", "deepspeed", "megatron")
-"""Modules whose names are known: one that they do not have would fail wherever it is loaded."""
 
 
 def files_below(path: Path) -> Iterator[tuple[str, Path]]:
@@ -109,20 +89,35 @@ def _file(found: Found, name: str, path: Path) -> None:
         return
     with FileBytes(path, name=name) as reader:
         if base.endswith(".safetensors"):
+            found.looked_at += 1
             _safetensors(found, name, reader)
             return
         head = reader.read(0, min(reader.nbytes, _HEAD))
         kind = sniff(head)
         if kind == "lfs" or (kind in ("empty", "html") and base.endswith((*TORCH, ".json"))):
             raise refuse_other(kind, name)
+        low = base.lower()
         if base.endswith(index.INDEX_ENDINGS):
+            found.looked_at += 1
             _index(found, name, path)
         elif base.endswith(".json"):
             _json(found, name, reader)
-        elif base.endswith(TORCH) or base == ".metadata":
+        elif low.endswith(".tar") and kind != "zip" and not _is_torch_tar(reader, kind):
+            unread(found, name, reader)
+        elif low.endswith(TORCH) or base == ".metadata":
+            found.looked_at += 1
             _torch(found, name, reader, kind)
-        elif base.endswith(_UNPICKLED):
-            _unread(found, name, reader, kind)
+        elif low.endswith(_UNPICKLED) or (may_hide(head) and not low.endswith(".distcp")):
+            found.looked_at += 1
+            if places.at(path) is not None and kind != "zip" and reader.nbytes > _FAR_LIMIT:
+                found.unseen[name] = "it would be read whole from the Hub"
+            else:
+                unread(found, name, reader)
+
+
+def _is_torch_tar(reader: FileBytes, kind: str) -> bool:
+    """Whether a file called a tar is one of torch's, of old or by its name alone; others are whatever a user keeps."""
+    return kind == "pickle" or (kind == "tar" and tar_names(reader) >= TORCH_TAR)
 
 
 def _is_usable(found: Found, name: str, problems: list[CkptError], severity: Callable[[CkptError], Severity]) -> bool:
@@ -171,10 +166,10 @@ def _torch(found: Found, name: str, reader: FileBytes, kind: str) -> None:
     try:
         opened = open_torch(reader, problems)
     except CkptError as err:
-        _unread(found, name, reader, kind)
+        unread(found, name, reader)
         if isinstance(err, Unrecognised):
             base = name.rpartition("/")[2]
-            if base.endswith(_ALWAYS_TORCH) or base.startswith(("pytorch_model", "adapter_model")):
+            if base.lower().endswith(_ALWAYS_TORCH) or base.startswith(("pytorch_model", "adapter_model")):
                 found.unreadable.add(name)
                 found.error(err, name)
         elif isinstance(err, Unsupported):
@@ -187,7 +182,7 @@ def _torch(found: Found, name: str, reader: FileBytes, kind: str) -> None:
     if problems:
         found.unreadable.add(name)
         if kind == "pickle":
-            _unread(found, name, reader, kind)
+            unread(found, name, reader)
     safe_globals(found, name, opened)
     for at, why in opened.unsupported:
         found.note("unsupported", "a part of the file is not read", file=name, tensor=at, why=why, severity="info")
@@ -196,106 +191,8 @@ def _torch(found: Found, name: str, reader: FileBytes, kind: str) -> None:
         found.names[name] = names
         found.tensors += len(names)
     if opened.directory is not None:
-        _members(found, name, reader, opened.directory, opened.directory.record("data.pkl"))
+        members(found, name, reader, opened.directory, opened.directory.record("data.pkl"))
         found.archives.append(name)
-
-
-def _unread(found: Found, name: str, reader: FileBytes, kind: str) -> None:
-    """Pickles of a file that cannot be read whole: whoever loads it runs what stands before the fault."""
-    if kind == "zip":
-        try:
-            directory = read_zip(reader)
-        except CkptError:  # it is why the file cannot be read, and is told
-            return
-        _members(found, name, reader, directory, None)
-    elif kind not in ("empty", "lfs", "html", "zeros", "tar"):
-        _safe(found, name, load_until_broken(_unpacked(reader), name).unsafe, ())
-
-
-def _unpacked(reader: FileBytes) -> bytes:
-    """A file's first bytes as its loader unpickles them: decompressed as joblib does, from behind a NumPy header on."""
-    data = reader.read(0, min(reader.nbytes, _MEMBER_LIMIT))
-    for magic, opened in _COMPRESSED:
-        if data.startswith(magic):
-            try:
-                data = opened().decompress(data, _MEMBER_LIMIT)
-            except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError):  # nobody can read it
-                return b""
-            break
-    return _behind_header(data)
-
-
-def _behind_header(data: bytes) -> bytes:
-    """The pickle behind the header of a .npy file of objects, nothing of one of numbers; other data as they are.
-
-    Source: NumPy 2.2, numpy/lib/format.py, the format's description.
-    """
-    if not data.startswith(b"\x93NUMPY") or len(data) < 12:
-        return data
-    start = 12 if data[6] > 1 else 10
-    stop = start + int.from_bytes(data[8:start], "little")
-    return data[stop:] if b"O" in data[start:stop] else b""
-
-
-def _members(found: Found, name: str, reader: FileBytes, directory: ZipDirectory, main: ZipRecord | None) -> None:
-    """Pickles of an archive besides its main one: torch does not look at them, and other loaders do."""
-    for record in directory.records.values():
-        if record is main or not _may_be_pickle(reader, record):
-            continue
-        if max(record.nbytes, record.compressed_nbytes) > _MEMBER_LIMIT or record.method not in (0, 8):
-            why = f"{record.name} has {record.nbytes:,} bytes, zip method {record.method}"
-            what = "a pickle in the archive was not looked at"
-            found.note("unsupported", what, file=name, field=record.name, why=why, severity="warning")
-            continue
-        data = reader.read(record.start, record.compressed_nbytes)
-        where = f"{name}, {record.name}"
-        try:
-            data = data if record.method == 0 else zlib.decompressobj(-15).decompress(data, _MEMBER_LIMIT)
-        except zlib.error:  # nobody can read it
-            continue
-        data = _behind_header(data)
-        try:
-            loaded = load(data, where, persistent=Storages(where), rebuild=CALLS, finish=arrays.FINISH)
-        except CkptError:  # perhaps no pickle, whatever its name
-            _safe(found, name, load_until_broken(data, where).unsafe, ())
-        else:
-            _safe(found, name, loaded.unsafe, unknown(loaded.globals))
-
-
-def _may_be_pickle(reader: FileBytes, record: ZipRecord) -> bool:
-    """Whether a member is a pickle by its name, or by its first bytes where it is no storage of torch's."""
-    if record.name.endswith(_PICKLED):
-        return True
-    if record.method or record.nbytes < 2 or "/data/" in record.name:
-        return False
-    head = reader.read(record.start, 2)
-    return head[0] == 0x80 and head[1] <= _HIGHEST_PROTOCOL
-
-
-def safe_globals(found: Found, name: str, opened: TorchFile) -> None:
-    """What the pickle names: what would run code, and what nobody knows."""
-    _safe(found, name, opened.unsafe, opened.unknown)
-
-
-def _safe(found: Found, name: str, unsafe: Sequence[Finding], odd_ones: Sequence[Finding]) -> None:
-    for bad in unsafe:
-        found.note("pickle-calls-code", f"the pickle asks for {bad.name}", file=name, field=str(bad.name), why=bad.why)
-    for odd in odd_ones:
-        grave = grave_global(odd.name)
-        why = f"{odd.name.module.split('.')[0]} has no such name" if grave else odd.why
-        found.note(
-            "pickle-unknown-global",
-            f"the pickle names {odd.name}",
-            file=name,
-            field=str(odd.name),
-            why=why,
-            severity="error" if grave else "warning",
-        )
-
-
-def grave_global(name: Global) -> bool:
-    """Whether an unknown name is one that its framework would have to have, and is no class of somebody's own."""
-    return verdict(name) == "unknown" and name.module.split(".")[0] in FRAMEWORKS
 
 
 def _names(opened: TorchFile) -> tuple[str, ...]:

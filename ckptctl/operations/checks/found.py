@@ -38,6 +38,10 @@ class Found:
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of the tensors in each file, where the file has such."""
     unreadable: set[str] = field(default_factory=set)
+    unseen: dict[str, str] = field(default_factory=dict)
+    """Files whose pickles could not be looked at, and why: nobody knows whether they are safe."""
+    looked_at: int = 0
+    """Files that may hold weights, indexes and pickles: where there is none, nothing was checked."""
     tensors: int = 0
     nbytes: int = 0
     """Bytes of tensor values that were read."""
