@@ -81,7 +81,7 @@ def push_steps(
     local = _pushable(run, reading.step)
     going, held = _steps(run, local, wanted, reading, repository, tree)
     threads = running.jobs or 4
-    steps = [(n, [_local(f, run.root) for f in _files(local[n])]) for n in going]
+    steps = [(n, [_local(f, run.root) for f in _files(local[n], run.root)]) for n in going]
     trackers = [_local(run.root / name, run.root) for name, n in run.trackers.items() if n in held]
     last = Parcel(trackers, {}, _pruning(run, held) if wanted.keep_last is not None else None)
     alone = Reading(reading.model_config, reading.format, None, reading.param_order, reading.module, reading.key_map)
@@ -151,7 +151,7 @@ def _push_one(
     about = inspect(src, reading)
     checked = checked_document(wanted, src, reading, running, progress)
     base = src if src.is_dir() else src.parent
-    files = [_local(f, base) for f in _files(src)]
+    files = [_local(f, base) for f in _files(src, src)]
     facts = _facts(about, src, wanted, reading, [about["step"]] if about["step"] is not None else [])
     document: Document = {
         "schema": "ckptctl.push/1",
@@ -231,28 +231,44 @@ def _is_whole(path: Path) -> bool:
     return complete is None or bool(complete(evidence.path))
 
 
-def _files(path: Path) -> list[Path]:
-    """Every file of a checkpoint. Unsafe for a link that leaves its folder's parent: what it leads to was not meant."""
+def _files(path: Path, home: Path) -> list[Path]:
+    """Every file of a checkpoint.
+
+    Unsafe for a link that leaves home, or leads to a hidden file: what it leads to was not meant. So for a linked
+    folder: leaving it out would lose what is in it.
+    """
     if path.is_file():
         return [path]
     out = []
-    home = path.resolve().parent
+    homes = [home.resolve(), path.resolve()]
     for folder, names, files in os.walk(path):
         names[:] = sorted(n for n in names if not n.startswith(".") and n != "__pycache__")
+        linked = next((n for n in names if Path(folder, n).is_symlink()), None)
+        if linked is not None:
+            raise _linked(Path(folder, linked), path)
         for name in sorted(files):
             file = Path(folder, name)
             if (name.startswith(".") and not name.startswith(_HIDDEN)) or not file.is_file():
                 continue
-            if file.is_symlink() and home not in file.resolve().parents:
-                raise Unsafe(
-                    f"{file.relative_to(path)} is a link that leaves the checkpoint",
-                    where=str(file),
-                    why=f"it leads to {file.resolve()}",
-                    fix="put the file itself there, or remove the link",
-                    code="link-escapes",
-                )
+            if file.is_symlink() and not any(_is_meant(file.resolve(), h) for h in homes):
+                raise _linked(file, path)
             out.append(file)
     return out
+
+
+def _is_meant(file: Path, home: Path) -> bool:
+    return home in file.parents and not any(p.startswith(".") for p in file.relative_to(home).parts[:-1])
+
+
+def _linked(link: Path, path: Path) -> Unsafe:
+    is_folder = link.is_dir()
+    return Unsafe(
+        f"{link.relative_to(path)} is a link " + ("to a folder" if is_folder else "that leaves the checkpoint"),
+        where=str(link),
+        why=f"it leads to {link.resolve()}",
+        fix=f"put the {'folder' if is_folder else 'file'} itself there, or remove the link",
+        code="link-escapes",
+    )
 
 
 def _local(file: Path, base: Path) -> Local:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urljoin, urlsplit
 
 from ckptctl.core.errors import CkptError, Denied, MissingFile, SourceChanged, Unsupported
+from ckptctl.remote import refusals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -340,8 +341,8 @@ def pause_before(tries: int) -> float:
 
 
 def plain(text: str) -> str:
-    """A text of the server's without what only it may know: the query of an address, which may be a signature."""
-    return re.sub(r"\?\S*", "?...", "".join(c if c.isprintable() else " " for c in text))[:500]
+    """A text of the server's without what only it and this user may know: the query of an address, a token."""
+    return re.sub(r"\?\S*", "?...", refusals.plain(text))[:500]
 
 
 def _pause(headers: Mapping[str, str]) -> float:

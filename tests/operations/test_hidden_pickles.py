@@ -97,3 +97,15 @@ def test_a_folder_without_a_checkpoint_is_not_whole_at_any_level(tmp_path, file)
 def test_a_json_file_by_itself_is_looked_at(tmp_path):
     (tmp_path / "config.json").write_bytes(b"{}")
     assert validate([tmp_path / "config.json"], Validation("header"))["ok"]
+
+
+def test_a_linked_folder_is_told_and_not_called_safe(tmp_path):
+    there = tmp_path / "there"
+    (there / "inside").mkdir(parents=True)
+    (there / "model.pt").write_bytes(GOOD["tensor.pt"])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.pkl").write_bytes(CALL)
+    (there / "inside" / "more").symlink_to(tmp_path / "elsewhere")
+    found = validate([there], Validation("header"))
+    assert [(f["kind"], f["where"]["file"]) for f in found["findings"]] == [("link-escapes", "inside/more")]
+    assert found["checkpoints"][0]["safe"]["answer"] is None

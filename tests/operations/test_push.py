@@ -703,6 +703,23 @@ def test_a_link_that_leaves_a_step_is_refused(hub, tmp_path):  # noqa: F811
     assert refused("push", run, "org/run", "--as-is", "--no-check")["code"] == "link-escapes"
 
 
+def test_links_that_lead_elsewhere_are_refused(hub, tmp_path):  # noqa: F811
+    run = run_of(tmp_path / "run", 3, tracker=3)
+    step = run / "global_step3"
+    (run / ".private").mkdir()
+    (run / ".private" / "key").write_text("key")
+    (run / "notes.txt").write_text("mine")
+    (tmp_path / "more").mkdir()
+    for link, target in (("a.pt", run / ".private" / "key"), ("folder", tmp_path / "more")):
+        (step / link).symlink_to(target)
+        assert refused("push", run, "org/run", "--as-is", "--no-check")["code"] == "link-escapes"
+        (step / link).unlink()
+    (step / "b.txt").symlink_to(run / "notes.txt")  # of the same run, and not for who pushes one step alone
+    assert refused("push", step, "org/run", "--as-is", "--no-check")["code"] == "link-escapes"
+    sent = document("push", run, "org/run", "--as-is", "--no-check", "--dry-run")
+    assert "global_step3/b.txt" in [f["path"] for f in sent["files"]]
+
+
 def test_a_run_as_one_pull_request(hub, tmp_path):  # noqa: F811
     run = run_of(tmp_path / "run", 3, 20, tracker=20)
     done = document("push", run, "org/run", "--as-is", "--create-pr", "--no-check")

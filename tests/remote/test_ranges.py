@@ -308,3 +308,12 @@ def test_a_signature_is_in_no_message(hub, file):  # noqa: F811
     with pytest.raises(CkptError) as raised:
         filled(file, 0, 10)
     assert "verysecret" not in str(raised.value.as_dict())
+
+
+def test_words_of_a_server_have_no_token_and_no_signature(monkeypatch):
+    from ckptctl.remote.ranges import plain
+
+    monkeypatch.setenv("HF_TOKEN", "my-own-secret-token")
+    said = plain("no: my-own-secret-token, hf_abcdefghij, Bearer xyz.1 at https://x/y?sig=1 \x1b[31m")
+    assert not any(w in said for w in ("secret", "hf_abc", "xyz", "sig", "\x1b"))
+    assert "https://x/y?..." in said

@@ -45,9 +45,22 @@ def files_below(path: Path) -> Iterator[tuple[str, Path]]:
             yield full.relative_to(path).as_posix(), full
 
 
+def linked_folders(path: Path) -> list[str]:
+    """Names of links to folders: nothing goes into them, or a circle would have no end."""
+    return [
+        (Path(folder) / f).relative_to(path).as_posix()
+        for folder, folders, _ in os.walk(path)
+        for f in sorted(folders)
+        if not f.startswith(".") and (Path(folder) / f).is_symlink()
+    ]
+
+
 def check_files(found: Found, wanted: list[str] | None = None) -> None:
     """Checks every file of the folder, or those wanted, each as far as its kind allows."""
     pairs = [(n, found.root / n) for n in wanted] if wanted is not None else files_below(found.root)
+    for name in linked_folders(found.root) if wanted is None else ():
+        if _link(found, name, found.root / name):
+            found.unseen[name] = "it is a link to a folder"
     for name, path in pairs:
         found.files.append(name)
         if path.is_symlink() and not _link(found, name, path):
