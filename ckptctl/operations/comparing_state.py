@@ -12,8 +12,9 @@ import numpy as np
 
 from ckptctl.core.checkpoint import part_of
 from ckptctl.core.dtype import BY_NAME
+from ckptctl.core.errors import Unsupported
 from ckptctl.core.globs import matches
-from ckptctl.core.values import Array, Held
+from ckptctl.core.values import Array, Held, Record
 from ckptctl.formats.torchgroups import completed
 from ckptctl.operations.state_values import plain
 from ckptctl.operations.tensors import as_number, scalar
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 Document = dict[str, Any]
 _SHOWN = 60
+_DEEPEST = 200
+"""Levels of values: none that a framework saves comes near. Python's own stack ends at 1,000."""
+_MOST_VALUES = 5_000_000
 
 
 def compare_optimizers(left: TensorReader, right: TensorReader, only: Sequence[str], found: Found) -> None:
@@ -119,6 +123,8 @@ def _alike(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(v, b[k]) for k, v in a.items())
     return bool(a == b) or (a != a and b != b)
 
 
@@ -155,25 +161,62 @@ def _leaves(tree: Mapping[Any, Tree]) -> list[tuple[str, Any]]:
 
 
 def _paths(tree: Mapping[Any, Tree]) -> list[tuple[tuple[str, ...], Any]]:
-    """(keys, leaf) of everything below a dict, in its order; however deep."""
+    """(keys, leaf) of everything below a dict, in its order. Unsupported for what has no end."""
     out: list[tuple[tuple[str, ...], Any]] = []
     todo: list[tuple[tuple[str, ...], Any]] = [((), tree)]
+    left = [_MOST_VALUES]
     while todo:
         path, value = todo.pop()
         if isinstance(value, Mapping):
+            if len(path) > _DEEPEST:
+                raise _endless()
             todo += [((*path, str(k)), v) for k, v in list(value.items())[::-1]]
         else:
-            out.append((path, _comparable(value)))
+            out.append((path, _comparable(value, left)))
+        _count(left)
     return out
 
 
-def _comparable(value: Tree) -> Any:
-    """A leaf for comparing: arrays by their bytes, whatever library pickled them."""
+def _endless() -> Unsupported:
+    return Unsupported(
+        "values beside the tensors are nested too deep, hold themselves, or are too many to compare",
+        why=f"more than {_MOST_VALUES} of them, or {_DEEPEST} levels",
+        fix="compare the tensors alone: --weights or --optimizer",
+    )
+
+
+def _count(left: list[int], n: int = 1) -> None:
+    left[0] -= n
+    if left[0] < 0:
+        raise _endless()
+
+
+def _comparable(value: Tree, left: list[int] | None = None, depth: int = 0) -> Any:
+    """A leaf for comparing, all of it: arrays by their bytes, whatever library pickled them, objects by what made them.
+
+    left: how many values may yet be looked at.
+    """
+    left = left if left is not None else [_MOST_VALUES]
+    _count(left)
+    if depth > _DEEPEST:
+        raise _endless()
+
+    def inner(v: Tree) -> Any:
+        return _comparable(v, left, depth + 1)
+
     if isinstance(value, Array):
         kind = value.dtype if value.dtype in BY_NAME else np.dtype(value.dtype).name
         return ["array", kind, *value.shape, value.data.hex()]
     if isinstance(value, Held):
         return "a tensor"  # compared as one
     if isinstance(value, (list, tuple)):
-        return [_comparable(v) for v in value]
-    return plain(value)
+        return [inner(v) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): inner(v) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((inner(v) for v in value), key=repr)
+    if isinstance(value, Record):
+        pairs = [[inner(k), inner(v)] for k, v in value.pairs]
+        made = [inner(v) for v in (value.args, value.kwargs, value.state, value.items)]
+        return ["object", value.cls or inner(value.func), *made, pairs]
+    return bytes(value).hex() if isinstance(value, (bytes, bytearray)) else plain(value)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _MOST = 16
 """Items of a list that are shown; longer ones are counted."""
 _MOST_KEYS = 400
+_MOST_VALUES = 1_000_000
+"""Lists, dicts and objects that are walked for showing."""
 
 
 def state_values(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -36,20 +38,25 @@ def shortened(value: Any) -> Any:
     return value
 
 
-def plain(tree: Tree, depth: int = 0) -> Any:
-    """A value tree as JSON data, for showing: what JSON has no word for becomes text."""
+def plain(tree: Tree, depth: int = 0, left: list[int] | None = None) -> Any:
+    """A value tree as JSON data, for showing: what JSON has no word for becomes text, and what has no end is cut.
+
+    left: how many values may yet be shown (a dict that holds itself twice would be endless).
+    """
+    left = left if left is not None else [_MOST_VALUES]
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if isinstance(tree, Array):
         return _array(tree)
-    if depth > 40:
+    left[0] -= 1
+    if depth > 40 or left[0] < 0:
         return "..."
     if isinstance(tree, dict):
-        return {str(k): plain(v, depth + 1) for k, v in tree.items()}
+        return {str(k): plain(v, depth + 1, left) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [plain(v, depth + 1) for v in tree]
+        return [plain(v, depth + 1, left) for v in tree]
     if isinstance(tree, (set, frozenset)):
-        return sorted((plain(v, depth + 1) for v in tree), key=repr)
+        return sorted((plain(v, depth + 1, left) for v in tree), key=repr)
     if isinstance(tree, Record):
         return f"<{tree.cls or 'object'}>"
     return f"<{len(tree)} bytes>" if isinstance(tree, (bytes, bytearray)) else str(tree)

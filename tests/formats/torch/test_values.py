@@ -167,13 +167,37 @@ def test_deep_and_looping_values_end_in_words(tmp_path):
         deep = {"d": deep}
     loop = {}
     loop["self"] = loop
-    for number, value in enumerate((deep, [loop], loop)):
+    twice = {}
+    twice["a"], twice["b"] = twice, [twice, twice]
+    for number, value in enumerate((deep, [loop], loop, twice)):
         path = file(tmp_path / f"{number}.pt", {"model": {"a": tensor()}, "extra": value})
         for to in ("torch", "dcp", "hf"):
             done = ckptctl("convert", path, tmp_path / f"{number}{to}", "--to", to)
             assert done.code in (0, 3), done
         assert ckptctl("show", path, "extra", "--json").code in (0, 3)
+        assert ckptctl("inspect", path, "--json").code in (0, 3)
         assert ckptctl("diff", path, path, "--state").code in (0, 3)
+
+
+def test_values_that_show_alike_and_are_not_differ(tmp_path):
+    """bytes of equal length, objects of one class, what is deep in lists: all of it is compared."""
+    device = [Record(Global("torch", "device"), ("cuda", n)) for n in (0, 1)]
+    deep = [[1], [2]]
+    for _ in range(60):
+        deep = [[d] for d in deep]
+    for number, (a, b) in enumerate([(b"\0\1", b"\0\2"), device, deep, ([{"x": b"a"}], [{"x": b"b"}])]):
+        paths = [
+            file(tmp_path / f"{number}{n}.pt", {"model": {"a": tensor()}, "extra": v}) for n, v in (("a", a), ("b", b))
+        ]
+        found = ckptctl("diff", *paths, "--state", "--json")
+        assert found.code == 1, found
+        assert [d["name"] for d in found.json["differences"]] == ["extra"]
+        assert ckptctl("diff", paths[0], paths[0], "--state").code == 0
+
+
+def test_not_a_number_inside_of_values_is_equal_to_itself(tmp_path):
+    path = file(tmp_path / "x.pt", {"model": {"a": tensor()}, "extra": [{"x": float("nan")}]})
+    assert ckptctl("diff", path, path, "--state").code == 0
 
 
 def test_a_file_that_is_one_tensor_or_a_list_of_them(tmp_path):
