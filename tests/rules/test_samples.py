@@ -45,6 +45,11 @@ def torch_tar(tmp_path, monkeypatch):
     return tmp_path / "x.pt"
 
 
+def nemo(tmp_path, monkeypatch):
+    (tmp_path / "x.nemo").write_bytes(b"model".ljust(257, b"\0") + b"ustar\0" + bytes(600))
+    return tmp_path / "x.nemo"
+
+
 def opcode(tmp_path, monkeypatch):
     (tmp_path / "x.pt").write_bytes(b"\x80\x02\x82\x01.")  # EXT1
     return tmp_path / "x.pt"
@@ -146,6 +151,7 @@ def state_misplaced(tmp_path, monkeypatch):
 
 MADE = {
     "torch-tar": torch_tar,
+    "archive-damaged": nemo,
     "pickle-opcode": opcode,
     "out-of-memory": out_of_memory,
     "directory-too-large": directory_too_large,
