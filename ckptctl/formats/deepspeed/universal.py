@@ -102,7 +102,7 @@ def _require_files(build: Build, models: list[ModelFile]) -> None:
     for group in (g for m in models for g in m.shapes or ()):
         every = {MASTER, *(k for n in group for k in kinds.get(n, ()))}
         for name, shape in group.items():
-            lost = sorted(every - kinds.get(name, set()))
+            lost = sorted(every - kinds.get(name, set()), key=lambda kind: (kind != MASTER, kind))
             if lost and 0 not in shape:
                 file = f"{name}/{FP32 if lost[0] == MASTER else lost[0]}.pt"
                 raise MissingFile(

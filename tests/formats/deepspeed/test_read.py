@@ -260,7 +260,7 @@ def test_a_missing_file_of_a_universal_folder_is_named(lost, tmp_path):
         shutil.rmtree(place)
     error = stopped(path, tmp_path)
     assert error["code"] == "missing-file"
-    assert f"model.norm.weight/{lost or 'exp_avg.pt'}" in error["what"]
+    assert f"model.norm.weight/{lost or 'fp32.pt'}" in error["what"]
 
 
 @pytest.mark.real
