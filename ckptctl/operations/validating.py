@@ -98,7 +98,8 @@ def validate(
     known = _baseline(what.baseline)
     budget = parse_size(memory, "--memory")
     targets = [t for p in paths for t in _targets(Path(p), reading)]
-    checked = [_one(t, what, reading, budget, jobs, progress) for t in targets]
+    checked = [_one((name, at), what, reading, budget, jobs, progress) for name, at, _ in targets]
+    numbers = {name: number for name, _, number in targets}
     for one in checked:
         _filter(one.found, what)
         if one.error is not None and not one.found.has_errors:
@@ -131,7 +132,7 @@ def validate(
         "counts": {s: sum(f.severity == s for f in new) for s in SEVERITIES},
         "checked": {k: sum(row["checked"][k] for row in rows) for k in ("tensors", "files", "bytes")},
         "checkpoints": rows,
-        "newest_resumable": max(going, key=lambda c: _step(c)).name if going else None,
+        "newest_resumable": max(going, key=lambda c: _step(c, numbers)).name if going else None,
         "suppressed": {"baseline": len(chosen) - len(new)},
     }
 
@@ -189,17 +190,17 @@ def _baseline(path: Path | None) -> frozenset[str]:
         raise Usage(f"--baseline {path} cannot be read", why=why, fix=fix) from err
 
 
-def _targets(path: Path, reading: Reading | None) -> list[tuple[str, Path]]:
-    """(name, path) of each checkpoint at a path: a run's folder has one a step."""
+def _targets(path: Path, reading: Reading | None) -> list[tuple[str, Path, int | None]]:
+    """(name, path, its number in a run) of each checkpoint at a path: a run's folder has one a step."""
     if not path.exists() and not path.is_symlink():
         raise Unrecognised(f"nothing is at {path}", fix="check the path")
     wanted = reading.step if reading is not None else None
     if not path.is_dir() or wanted is not None or is_one_checkpoint(path):
-        return [(str(path), path)]
+        return [(str(path), path, None)]
     steps = steps_of(path)
     if len(steps) < 2 and (not steps or _is_known(path)):
-        return [(str(path), path)]
-    return [(str(steps[n]), steps[n]) for n in sorted(steps)]
+        return [(str(path), path, None)]
+    return [(str(steps[n]), steps[n], n) for n in sorted(steps)]
 
 
 def _is_known(path: Path) -> bool:
@@ -396,5 +397,9 @@ def _row(one: _Checked, answer: Resumable, level: str) -> Document:
     }
 
 
-def _step(one: _Checked) -> int:
+def _step(one: _Checked, numbers: dict[str, int | None]) -> int:
+    """A step as its run numbers it, since that is what loaders go by; what its files count where no run does."""
+    number = numbers.get(one.name)
+    if number is not None:
+        return number
     return one.checkpoint.step if one.checkpoint is not None and one.checkpoint.step is not None else -1

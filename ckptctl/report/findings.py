@@ -70,7 +70,8 @@ def text(document: Document) -> str:
             word = {True: "yes", False: "no", None: "-"}[answer["answer"]]
             lines.append(f"  {question:<9}  {word:<3}  {_clean(answer['why'])}")
     if len(document["checkpoints"]) > 1:
-        lines.append(f"newest that a run can go on from: {document['newest_resumable'] or 'none'}")
+        newest = document["newest_resumable"] or ("not looked at" if document["level"] == "header" else "none")
+        lines.append(f"newest that a run can go on from: {_clean(newest)}")
     counts, checked = document["counts"], document["checked"]
     lines.append(
         f"{_count(counts['error'], 'error')}, {_count(counts['warning'], 'warning')}, {counts['info']} info; "

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from ckptctl.operations import Validation, validate
+from ckptctl.report import findings
 from ckptctl.report.findings import gitlab
 from tests.support.checkpoints import FIXTURES, ckpt
 from tests.support.commands import ckptctl, refused
@@ -571,3 +573,15 @@ def test_a_second_pickle_in_an_archive_is_looked_at_too(tmp_path):
     assert "pickle-calls-code" in kinds(report(tmp_path / "a.pt", "--level", "header", code=1))
     (tmp_path / "b.pt").write_bytes(torch_zip({}, {}, other__pkl=b"no pickle"))
     assert report(tmp_path / "b.pt", "--level", "header", code=0)["findings"] == []
+
+
+def test_the_newest_step_is_the_one_that_the_run_calls_so(tmp_path):
+    # Copies of one save: their files all count step 3.
+    for number in (3, 20, 100):
+        shutil.copytree(FIXTURES / "torch" / "fsdp2_dp2_dcp" / "ckpt", tmp_path / f"step_{number}")
+    (tmp_path / "step_100" / "__0_0.distcp").unlink()
+    found = validate([tmp_path])
+    assert found["newest_resumable"] == str(tmp_path / "step_20")
+    at_header = validate([tmp_path], Validation("header"))
+    assert at_header["newest_resumable"] is None
+    assert "newest that a run can go on from: not looked at" in findings.text(at_header)
