@@ -39,6 +39,8 @@ def checks(record: Record, checkpoint: Checkpoint, *, is_drawn: bool) -> list[Do
     out.append(_check("the gradient is there and finite", math.isfinite(norm) and norm > 0, f"norm {norm:.6g}"))
     for alias, owner in record.untied:
         out.append(_check("tied weights are one", False, f"{alias} and {owner} have different bytes"))
+    for name, kind in record.incomplete:
+        out.append(_check("the optimizer's state is whole", False, f"{name} has other state and no {kind}"))
     sizes = [(p.update_rms, p.name) for p in record.parameters.values() if p.update_rms is not None]
     if sizes:
         worst = max(sizes, key=lambda s: s[0] if s[0] == s[0] else math.inf)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import MASTER
 from ckptctl.formats.schedule import schedulers
+from ckptctl.operations.state_values import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,6 +93,11 @@ def compare(a: Record, b: Record, measure: Measure, unlike: Sequence[Unlike] = (
         sides = [word for word, r in (("a", a), ("b", b)) if (alias, owner) in r.untied]
         detail = f"the model has one tensor for it and {owner}; in {' and '.join(sides)} they have different bytes"
         by_name.setdefault(owner, []).append(_found(alias, "weight", "untied", detail))
+    shown = {(u.name, u.kind) for u in unlike}
+    for name, kind in sorted({*a.incomplete, *b.incomplete} - shown):
+        sides = [word for word, r in (("a", a), ("b", b)) if (name, kind) in r.incomplete]
+        detail = f"its optimizer's step needs it, and {' and '.join(sides)} has only the rest of the state"
+        by_name.setdefault(name, []).append(_found(name, kind, "missing", detail))
     first: Document | None = None
     cause: Document | None = None
     for name in [*order, *(n for n in by_name if n not in order)]:
@@ -130,6 +136,43 @@ def schedules_unlike(sides: Sequence[Side], rates: Sequence[Sequence[Rate]]) -> 
             if number and x != y:
                 return [_found("", "schedule", "value", f"step {number + 1}: lr {x:g} and {y:g} ({name})")]
     return []
+
+
+def runs_unlike(sides: Sequence[Side]) -> tuple[list[Document], list[str]]:
+    """(differences, notes) of what no training step shows: the schedule's own state, and how far the run is.
+
+    Schedules of one kind are compared by value, private fields of torch's left out; of two kinds, or where one side has
+    none, it is said. The run's step is a difference between checkpoints of one format: formats count differently.
+    """
+    out: list[Document] = []
+    notes: list[str] = []
+    found = [[s for s in schedulers(side.checkpoint.values)[0] if isinstance(s, Mapping)] for side in sides]
+    if [set(s) for s in found[0]] != [set(s) for s in found[1]]:
+        held = ["a schedule's state" if f else "no schedule's state" for f in found]
+        why = "of two kinds" if all(found) else f"a has {held[0]}, b {held[1]}"
+        notes.append(f"schedules are not compared beyond the learning rates of the steps trained: {why}")
+    else:
+        for s, t in zip(*found, strict=True):
+            unlike = [
+                f"{k}: {plain(s[k])} and {plain(t[k])}"
+                for k in s
+                if not str(k).startswith("_") and _is_data(s[k]) and _is_data(t[k]) and not _alike(s[k], t[k])
+            ]
+            if unlike:
+                out.append(_found("", "schedule", "value", "; ".join(unlike)))
+    p, q = (side.checkpoint.step for side in sides)
+    if p is not None and q is not None and p != q:
+        if sides[0].checkpoint.format == sides[1].checkpoint.format:
+            out.append(_found("", "run step", "value", f"{p} and {q}"))
+        else:
+            notes.append(f"the runs' own steps are {p} and {q}; formats count differently, so that is no difference")
+    return out, notes
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_data, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _state(x: Trained, y: Trained, compared: Counter[str]) -> list[Document]:

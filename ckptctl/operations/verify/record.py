@@ -52,6 +52,8 @@ class Record:
     notes: list[str] = field(default_factory=list)
     untied: list[tuple[str, str]] = field(default_factory=list)
     """(second name, parameter) of copies that the model holds once and the checkpoint twice, with other bytes."""
+    incomplete: list[tuple[str, str]] = field(default_factory=list)
+    """(parameter, kind) of state that its optimizer needs and that is not there beside the rest: no update is made."""
     left_out: list[str] = field(default_factory=list)
     """Tensors of the checkpoint that the model has no place for: their digests are compared all the same."""
 

@@ -72,6 +72,23 @@ class Rule:
         """Settings that a step cannot do without, and that the group does not have."""
         return [k for k in _NEEDED[self.name] if not isinstance(options.get(k), (int, float, list, tuple))]
 
+    def lacking(self, kinds: Collection[str], settings: Mapping[str, Any]) -> list[str]:
+        """Kinds of state that a step cannot do without, where a parameter has some of its state and not all.
+
+        None at all is a parameter before its first step; SGD makes its one kind when it is not there.
+        """
+        if not kinds:
+            return []
+        needed = {
+            "adam": ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if settings.get("amsgrad") else [])],
+            "rmsprop": [
+                "square_avg",
+                *(["momentum_buffer"] if settings.get("momentum") else []),
+                *(["grad_avg"] if settings.get("centered") else []),
+            ],
+        }
+        return [k for k in needed.get(self.name, ()) if k not in kinds]
+
     @property
     def called(self) -> str:
         """For people."""

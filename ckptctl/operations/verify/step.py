@@ -164,9 +164,11 @@ class _Run:
                 unsaid = rule.unsaid(options)
                 record.settings = {k: v for k, v in rule.settings(options).items() if k not in unsaid}
                 record.step_before = self.steps.get(name, 0.0)
+                lacking = rule.lacking(kinds.get(name, ()), record.settings)
+                self.record.incomplete += [(name, kind) for kind in lacking]
                 if unsaid:
                     without.setdefault(", ".join(unsaid), []).append(name)
-                else:
+                elif not lacking:
                     self.rules[name] = rule
         for words, names in without.items():
             self.record.notes.append(

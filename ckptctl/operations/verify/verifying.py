@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.operations.verify.checking import checks
-from ckptctl.operations.verify.compare import compare, schedules_unlike
+from ckptctl.operations.verify.compare import compare, runs_unlike, schedules_unlike
 from ckptctl.operations.verify.device import deterministic
 from ckptctl.operations.verify.more import more, require_more
 from ckptctl.operations.verify.needs import torch_module, transformers_module
@@ -95,6 +95,9 @@ def document(prepared: Prepared, records: Sequence[Record], what: Verification) 
     if len(records) == 2:
         judged = compare(first, records[1], prepared.measure, prepared.unlike)
         judged.differences.extend(schedules_unlike(prepared.sides, prepared.rates))
+        differences, notes = runs_unlike(prepared.sides)
+        judged.differences.extend(differences)
+        out["notes"] += notes if any(s.trains for s in prepared.sides) else []
         out |= {
             "equal": judged.equal,
             "tolerance": prepared.measure.described,

@@ -43,6 +43,14 @@ def test_nan_is_itself():
     assert found(record(losses=[nan]), record())[0] == [("", "loss")]
 
 
+def test_state_that_a_step_needs_and_that_is_not_there_is_told_even_where_both_lack_it():
+    lacking = {"incomplete": [("b", "max_exp_avg_sq")]}
+    for a, b in ((lacking, lacking), (lacking, {}), ({}, lacking)):
+        differences, judged = found(record(**a), record(**b))
+        assert differences == [("b", "max_exp_avg_sq")]
+        assert judged.cause["what"] == "missing"
+
+
 def test_the_cause_is_told_from_what_follows_of_it():
     """b's weight is wrong: a's gradient, and so its update, differs too, and comes first."""
     other = record()

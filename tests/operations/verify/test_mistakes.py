@@ -104,6 +104,14 @@ def moved_between_groups(state):
     groups[1]["params"].append(groups[0]["params"].pop())
 
 
+def moment_lost(state):
+    del state["optimizer"]["state"][UP]["exp_avg"]
+
+
+def largest_lost(state):
+    state["optimizer"]["param_groups"][0]["amsgrad"] = True
+
+
 def state_lost(state):
     del state["optimizer"]["state"][UP]
 
@@ -128,6 +136,8 @@ MISTAKES = {
     epsilon: ("model.embed_tokens.weight", {"group"}),
     coupled: ("model.embed_tokens.weight", {"group", "updated exp_avg"}),
     moved_between_groups: ("lm_head.weight", {"group", "updated weight"}),
+    moment_lost: (UP, {"exp_avg"}),
+    largest_lost: ("model.embed_tokens.weight", {"max_exp_avg_sq", "group"}),
     state_lost: (UP, {"exp_avg", "exp_avg_sq", "step"}),
     optimizer_lost: ("model.embed_tokens.weight", {"exp_avg", "exp_avg_sq", "group"}),
 }
@@ -158,6 +168,29 @@ def test_a_rewritten_file_is_equal(right, tmp_path):
 
 def test_the_source_and_its_conversion_are_equal(right):
     assert verified(ckpt(LAYOUT), right, LAYOUT)["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "kind"),
+    [("scheduler.pt", "last_epoch", "schedule"), ("trainer_state.json", "global_step", "run step")],
+)
+def test_a_run_that_is_elsewhere_in_its_schedule_is_found(file, key, kind, tmp_path):
+    """No step shows it: the rate of the next one is in the param groups."""
+    import shutil
+
+    import torch
+
+    source, copy = ckpt(TIED), tmp_path / "copy"
+    shutil.copytree(source, copy)
+    if file.endswith(".json"):
+        state = json.loads((copy / file).read_text())
+        (copy / file).write_text(json.dumps(state | {key: state[key] + 1}))
+    else:
+        state = torch.load(copy / file, weights_only=True)  # noqa: TID251
+        torch.save(state | {key: state[key] + 1}, copy / file)
+    found = verified(source, copy)
+    assert found["equal"] is False
+    assert [d["kind"] for d in found["differences"]] == [kind]
 
 
 def head_untied(state):
