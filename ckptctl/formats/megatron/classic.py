@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged, MissingFile
@@ -134,8 +134,17 @@ def _require_own_places(said: Mapping[str, Tree]) -> None:
     tp-cp-ep-pp-dp); ranks that write have the data-parallel rank 0.
     """
     numbers = {file: n for file, n in said.items() if type(n) is int}
-    if len(numbers) < len(said) or len(set(numbers.values())) < len(said):
+    if len(numbers) < len(said) or len(set(numbers.values())) == 1:
         return
+    twice = next(((a, b) for (a, n), (b, m) in combinations(numbers.items(), 2) if n == m), None)
+    if twice is not None:
+        raise Damaged(
+            "two ranks' folders hold the same rank",
+            where=", ".join(twice),
+            why=f"by their args both are of rank {numbers[twice[0]]} of the run, and others have ranks of their own",
+            fix="copy the step again: one of them was copied over the other",
+            code="ranks-differ",
+        )
     for (file, number), (after, other) in pairwise(numbers.items()):
         if number > other:
             raise Damaged(

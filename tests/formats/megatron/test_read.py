@@ -212,6 +212,16 @@ def test_folders_under_each_other_s_names_are_refused(name, a, b, tmp_path):
     assert a in caught.value.where
 
 
+def test_a_rank_copied_over_another_is_refused(tmp_path):
+    """A float32 run's norms are the same on both tensor-parallel ranks: their args alone tell the copy."""
+    ranks = copied(FLOAT32, tmp_path) / "iter_0000003"
+    for file in (ranks / "mp_rank_00_000").iterdir():
+        shutil.copy(file, ranks / "mp_rank_01_000" / file.name)
+    with pytest.raises(CkptError, match="hold the same rank") as caught:
+        opened(FLOAT32, ranks.parent)
+    assert caught.value.code == "ranks-differ"
+
+
 def test_buffers_of_another_rank_are_refused(tmp_path):
     """A float32 run's buffers say whose they are by its copies of the weights alone."""
     run = copied(FLOAT32, tmp_path)
