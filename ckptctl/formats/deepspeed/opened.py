@@ -27,13 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Opened:
-    """One file: path from the root, its number among the sources, and its tree. Its reader closes with the context."""
+    """One file: path from the root, its number among the sources, and its tree. Its reader closes with the context.
+
+    saved_as is the name inside the archive: the file's own when torch saved it, without its ending, or "archive".
+    """
 
     path: str
     number: int
     root: Tree
     reader: FileBytes
     pile: Pile
+    saved_as: str = ""
 
     def tensor(self, key: Key, ref: TensorRef) -> Tensor:
         """A tensor of it."""
@@ -91,7 +95,8 @@ class Pile:
                 self.unsafe += [UnsafeGlobal(path, str(f.name), f.why) for f in opened.unsafe]
                 self.unknown.update(dict.fromkeys(str(f.name) for f in opened.unknown))
                 self.unsupported += [(f"{path}: {where}", why) for where, why in opened.unsupported]
-            yield Opened(path, number, opened.root, reader, self)
+            saved_as = opened.directory.root if opened.directory is not None else ""
+            yield Opened(path, number, opened.root, reader, self, saved_as)
 
 
 def whole_number(value: Tree) -> int | None:

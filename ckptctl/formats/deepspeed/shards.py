@@ -6,6 +6,7 @@ runtime/bf16_optimizer.py, state_dict.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,9 @@ _PARTS = frozenset(
         "ds_zero_partition_groups",
     }
 )
+
+
+_RANKS = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states")
 
 
 @dataclass
@@ -90,6 +94,8 @@ def read_shard(file: Opened) -> Shard:
             fix="DeepSpeed itself refuses such files since; load it with the version that wrote it",
         )
     is_three = "fp32_flat_groups" in tree
+    if is_three:
+        _require_own_name(file)
     stage = 3 if is_three else whole_number(tree.get("zero_stage"))
     base = tree.get("optimizer_state_dict" if is_three else "base_optimizer_state")
     flats = tree.get("fp32_flat_groups" if is_three else "single_partition_of_fp32_groups")
@@ -139,6 +145,23 @@ def read_shard(file: Opened) -> Shard:
         },
         info if isinstance(info, dict) else {},
         [_slices(group) for group in _listed(tree.get("param_slice_mappings"))],
+    )
+
+
+def _require_own_name(file: Opened) -> None:
+    """Damaged where the archive was saved under another rank's name: at stage 3 nothing else in it says whose it is.
+
+    Source: torch.save names the archive's folder after the file. What says no rank ("archive") tells nothing.
+    """
+    here, saved = _RANKS.search(file.path), _RANKS.search(file.saved_as)
+    if here is None or saved is None or [int(g) for g in here.groups()] == [int(g) for g in saved.groups()]:
+        return
+    raise Damaged(
+        f"the optimizer's file of rank {int(here[1])} holds the piece of rank {int(saved[1])}",
+        where=file.path,
+        why=f"it was saved as {file.saved_as}.pt, by the name inside the archive",
+        fix="give the files back their ranks' names, or copy the step again",
+        code="mixed-saves",
     )
 
 

@@ -223,6 +223,21 @@ def test_swapped_rank_files_are_told(tmp_path):
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("is_swap", [True, False])
+def test_another_rank_s_file_is_told_at_stage_three(is_swap, tmp_path):
+    """Nothing in the pickle says whose it is, and no weights lie beside it: the archive's own name tells."""
+    path = copied("deepspeed/zero3-dp2-bf16", tmp_path) / "global_step3"
+    a, b = (path / f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))
+    kept = a.read_bytes()
+    if is_swap:
+        a.write_bytes(b.read_bytes())
+    b.write_bytes(kept)
+    error = stopped(path, tmp_path)
+    assert error["code"] == "mixed-saves"
+    assert f"rank {int(not is_swap)} holds the piece of rank {int(is_swap)}" in error["what"]
+
+
+@pytest.mark.real
 def test_ranks_inside_one_parameter_are_told_by_its_weights(tmp_path, monkeypatch):
     """Both ranks hold as much of the embedding and nothing else: only the weights say which of them is whose."""
     monkeypatch.setattr(masters, "SAMPLE_NUMEL", 16)
