@@ -21,11 +21,12 @@ _CTRL_C = 130
 
 app = typer.Typer(
     name="ckptctl",
-    help="Inspect, convert and compare training checkpoints, without the framework that wrote them.",
+    help="Inspect, check, convert and compare training checkpoints, without the framework that wrote them.",
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings={"auto_envvar_prefix": "CKPTCTL", "help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog="Exit codes: 0 done, 1 the answer is no, 2 wrong usage, 3 could not, 5 stopped but resumable, 130 Ctrl-C.",
+    epilog="Exit codes: 0 done, 1 the answer is no, 2 wrong usage, 3 could not, 4 credentials missing or refused, "
+    "5 stopped but resumable, 130 Ctrl-C.",
 )
 
 
@@ -41,7 +42,7 @@ def options(
         bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Inspect, convert and compare training checkpoints, without the framework that wrote them."""
+    """Inspect, check, convert and compare training checkpoints, without the framework that wrote them."""
 
 
 _COMMANDS = {

@@ -110,7 +110,7 @@ def add(app: typer.Typer) -> None:
         quiet: options.QUIET = False,
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
-        """Train the next step from a checkpoint, or two, and compare. Exit 0 equal, 1 not. Needs ckptctl[verify]."""
+        """Train the next step from a checkpoint, or two, and compare. Exit 0 equal, 1 not. Needs torch."""
         files = report.verify_files(output or (), has_picture=recompute is not None or find_max_batch)
         reading = operations.Reading(
             model_config, None, None, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas

@@ -275,3 +275,11 @@ def test_inspect_and_convert_import_no_torch(path, tmp_path):
     ):
         done = subprocess.run([sys.executable, "-m", "ckptctl", *map(str, words)], env=env, capture_output=True)
         assert done.returncode == 0, (number, done.stderr)
+
+
+def test_help_has_every_exit_code_of_the_docs():
+    page = (ROOT / "docs" / "exit-codes.md").read_text()
+    codes = [row.split("|")[1].strip() for row in page.split("\n## ")[0].splitlines() if row.startswith("| ")][1:]
+    said = " ".join(good("--help").out.split())
+    assert "4" in codes
+    assert [code for code in codes if f" {code} " not in said.partition("Exit codes:")[2]] == []
