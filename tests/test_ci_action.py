@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from ckptctl import ci_action
 from ckptctl.ci_action import arguments
 from tests.support.checkpoints import FIXTURES, ROOT
 
@@ -59,6 +61,13 @@ def test_no_path_is_wrong_usage():
     assert step().returncode == 2
 
 
+def test_hook_is_given_files_that_may_hold_pickles():
+    pattern = re.search(r"^  files: (.*)$", (ROOT / ".pre-commit-hooks.yaml").read_text(), re.MULTILINE).group(1)
+    text = "safetensors bin pt pth ckpt pkl pickle joblib dill npy npz distcp nemo index.json"
+    assert [name for name in (f"a.{ending}" for ending in text.split()) if not re.search(pattern, name)] == []
+    assert not any(re.search(pattern, name) for name in ("a.py", "config.json", "a.pt.md"))
+
+
 def test_hooks_and_action_name_what_is_there():
     hooks = (ROOT / ".pre-commit-hooks.yaml").read_text()
     action = (ROOT / "action.yml").read_text()
@@ -66,4 +75,6 @@ def test_hooks_and_action_name_what_is_there():
     assert "python -m ckptctl.ci_action" in action
     scripts = [part.split("\n    - ")[0] for part in action.split(" run:")[1:]]
     assert len(scripts) == 3
+    for variable in re.findall(r"CKPTCTL_[A-Z_]+(?=: )", action):
+        assert variable in (ci_action.__doc__ or ""), variable
     assert not any("${{" in script for script in scripts)
