@@ -50,6 +50,7 @@ KEYS = {
         "family",
         "kinds",
         "state",
+        "state_values",
         "groups",
         "ties",
         "frozen",
