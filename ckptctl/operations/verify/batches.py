@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.int64]
 FIELDS = ("input_ids", "labels", "attention_mask")
+IGNORED = -100
+"""A label without a loss."""
 _FILE_LIMIT = 1 << 30
 
 
@@ -78,6 +80,15 @@ def batches(wanted: Wanted, steps: int, vocabulary: int) -> list[Batch]:
             raise Usage(
                 f"batch {number} has the token {lo if lo < 0 else hi}, the vocabulary {vocabulary} tokens",
                 fix="take the batch of this model's tokenizer",
+                code="batches",
+            )
+        learned = batch.labels[:, 1:][batch.labels[:, 1:] != IGNORED]
+        wrong = batch.labels[(batch.labels != IGNORED) & ((batch.labels < 0) | (batch.labels >= vocabulary))]
+        if wrong.size or not learned.size:
+            why = f"has the label {wrong[0]}, the vocabulary {vocabulary} tokens" if wrong.size else "has no label"
+            raise Usage(
+                f"batch {number} {why}",
+                fix="labels are tokens, and -100 where there is no loss; a batch without any has no loss at all",
                 code="batches",
             )
     return made[:steps]

@@ -36,8 +36,10 @@ def prepare(sides: Sequence[Side], what: Verification) -> Prepared:
     """Decide what both sides share, from headers and configs alone. Usage for settings that make no sense."""
     if what.steps < 1:
         raise Usage("--steps is at least 1")
-    if what.clip < 0:
+    if not 0 <= what.clip < float("inf"):
         raise Usage("--clip-grad is a number from 0 on")
+    if not 0 <= what.batch.seed < 1 << 62:
+        raise Usage(f"--seed {what.batch.seed}: from 0 to 2^62 - 1")
     memory = parse_size(what.memory, "--memory")
     if memory < MEMORY_FLOOR:
         raise Usage(f"--memory {what.memory} is too little", why=f"{memory} bytes", fix="give at least 16MiB")

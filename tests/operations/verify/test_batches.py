@@ -78,3 +78,14 @@ def test_fewer_batches_than_steps_are_refused(tmp_path):
     (tmp_path / "b.json").write_text('{"input_ids": [[1, 2, 3]]}')
     with pytest.raises(Usage, match="has 1 batches"):
         batches(Wanted(tmp_path / "b.json"), 2, 131)
+
+
+@pytest.mark.parametrize(
+    ("labels", "why"),
+    [([1, 2, 99], "label 99"), ([1, 2, -7], "label -7"), ([-100] * 3, "no label"), ([1, -100, -100], "no label")],
+)
+def test_labels_that_are_no_tokens_and_batches_without_a_loss_are_refused(labels, why, tmp_path):
+    file = tmp_path / "batch.json"
+    file.write_text(json.dumps({"input_ids": [[1, 2, 3]], "labels": [labels]}))
+    with pytest.raises(Usage, match=why):
+        batches(Wanted(file), 1, 50)
