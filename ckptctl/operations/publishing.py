@@ -228,7 +228,7 @@ class Publication:
                 is_done = True
             except Exception as err:
                 tries += 1
-                wait_or_raise("the commit is made", self.repository.name, err, tries)
+                wait_or_raise("making the commit", self.repository.name, err, tries)
             left = change(self._tree(self._ref), files, stale)
             if is_done:
                 self._require_held(batch, left.tree)

@@ -112,7 +112,7 @@ class Repository:
             except self._errors.RepositoryNotFoundError:
                 return None
 
-        return self._ask("the repository is looked up", ask)
+        return self._ask("looking up the repository", ask)
 
     def tree(self, revision: str) -> Tree | None:
         """The newest commit of a revision and its files; None where there is no such revision or repository."""
@@ -130,7 +130,7 @@ class Repository:
             }
             return Tree(commit, files)
 
-        return self._ask("its files are listed", ask)
+        return self._ask("listing its files", ask)
 
     def text(self, path: str, commit: str) -> bytes:
         """A small file's bytes at a commit."""
@@ -138,7 +138,7 @@ class Repository:
         def ask() -> bytes:
             return Path(self._api.hf_hub_download(self.name, path, revision=commit, repo_type=self.kind)).read_bytes()
 
-        return self._ask(f"{path} is read", ask)
+        return self._ask(f"reading {path}", ask)
 
     # What is changed
 
@@ -149,7 +149,7 @@ class Repository:
         if there is None:
             wanted = True if private else None
             self._ask(
-                "the repository is made",
+                "making the repository",
                 lambda: self._api.create_repo(self.name, repo_type=self.kind, private=wanted, exist_ok=True),
             )
             there = self.is_private()
@@ -172,7 +172,7 @@ class Repository:
     def branch(self, name: str) -> None:
         """Have a branch there, made from main where it is new."""
         self._ask(
-            f"the branch {name} is made",
+            f"making the branch {name}",
             lambda: self._api.create_branch(self.name, branch=name, repo_type=self.kind, exist_ok=True),
         )
 
@@ -180,7 +180,7 @@ class Repository:
         """Send the content of large files, as far as the Hub has not got it. They show in no commit yet."""
         operations = [self._operation(f, revision) for f in files]
         self._ask(
-            f"{files[0].path} is sent" if len(files) == 1 else f"{len(files)} files are sent",
+            f"sending {files[0].path}" if len(files) == 1 else f"sending {len(files)} files",
             lambda: self._api.preupload_lfs_files(
                 self.name,
                 operations,
@@ -240,7 +240,7 @@ class Repository:
                     break
             return None
 
-        return self._ask("pull requests are listed", ask)
+        return self._ask("listing pull requests", ask)
 
     def open_pull(self, title: str, description: str) -> int:
         """The number of a pull request by this title, opened as a draft where there is none."""
@@ -252,7 +252,7 @@ class Repository:
             made = self._api.create_pull_request(self.name, title, description=description, repo_type=self.kind)
             return int(made.num)
 
-        return self._ask("a pull request is opened", ask)
+        return self._ask("opening a pull request", ask)
 
     def show_pull(self, number: int) -> None:
         """Have a pull request open for others to see, no draft any more."""
@@ -261,7 +261,7 @@ class Repository:
             if self._api.get_discussion_details(self.name, number, repo_type=self.kind).status == "draft":
                 self._api.change_discussion_status(self.name, number, "open", repo_type=self.kind)
 
-        self._ask("the pull request is opened", ask)
+        self._ask("opening the pull request", ask)
 
     def merge(self, number: int) -> None:
         """Have a pull request merged."""
@@ -270,7 +270,7 @@ class Repository:
             if self._api.get_discussion_details(self.name, number, repo_type=self.kind).status != "merged":
                 self._api.merge_pull_request(self.name, number, repo_type=self.kind)
 
-        self._ask("the pull request is merged", ask)
+        self._ask("merging the pull request", ask)
 
     def pull_url(self, number: int) -> str:
         """A pull request's address in a browser."""
