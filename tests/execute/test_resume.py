@@ -273,12 +273,13 @@ def test_killed_between_two_renames_brings_the_old_target_back(tmp_path, monkeyp
 
 
 CHILD = textwrap.dedent("""
-    import os, random, sys, time
+    import os, random, signal, sys, time
     from pathlib import Path
     from ckptctl.execute import Budget, run, work
     from tests.support.plans import random_case, stop_after
 
     folder, seed, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do theirs
     os.fsync = lambda fd: None
     real = os.pwrite
 

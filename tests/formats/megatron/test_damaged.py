@@ -13,6 +13,7 @@ import zipfile
 import pytest
 
 from ckptctl.core.errors import CkptError
+from ckptctl.formats.megatron import classic
 from ckptctl.operations.opening import Reading, open_checkpoint
 from tests.formats.megatron.test_read import CLASSIC, DIST, TIED
 from tests.support.checkpoints import ckpt, truth_config
@@ -117,14 +118,18 @@ def test_fp8_scales_are_told(tmp_path):
     assert any("1 _extra_state entries (FP8 scales) are not read" in w for w in told["warnings"])
 
 
-def test_a_stage_s_layers_twice_are_refused(tmp_path):
-    """Both stages' files are of the first."""
+def test_a_stage_s_layers_twice_are_refused(tmp_path, monkeypatch):
+    """Both stages' files are of the first: told by the ranks' numbers, and by the sizes where those say nothing."""
     run = copied(TIED, tmp_path)
     for tp in (0, 1):
         file = "model_optim_rng.pt"
         shutil.copy(
             run / "iter_0000003" / f"mp_rank_0{tp}_000" / file, run / "iter_0000003" / f"mp_rank_0{tp}_001" / file
         )
+    error = refusal(run, TIED)
+    assert (error.exit_code, error.code) == (3, "ranks-differ")
+    assert error.what == "two ranks' folders hold the same rank"
+    monkeypatch.setattr(classic, "_require_own_places", lambda said: None)
     error = refusal(run, TIED)
     assert (error.exit_code, error.code) == (3, "ranks-differ")
     assert "9216 of 4608 elements over all ranks: some are there twice" in error.what
