@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from run import PAGE, Job, free_memory, measure, nbytes, run
+from run import Job, free_memory, into_page, measure, nbytes, run
 
 START, STOP = "<!-- deepspeed benchmark: start -->", "<!-- deepspeed benchmark: stop -->"
 MAKE = """
@@ -173,9 +173,7 @@ def main() -> None:
     text = f"{about}\n\n{table(jobs, idle)}"
     print(text)
     if not arguments.no_write:
-        page = PAGE.read_text()
-        head, tail = page.partition(START)[0], page.partition(STOP)[2]
-        PAGE.write_text(f"{head}{START}\n\n{text}\n\n{STOP}{tail}")
+        into_page(text, START, STOP)
 
 
 if __name__ == "__main__":

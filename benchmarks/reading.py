@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.run import PAGE, ROOT, free_memory, nbytes, run
+from benchmarks.run import ROOT, free_memory, into_page, nbytes, run
 from ckptctl.core.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -204,9 +204,7 @@ def main() -> None:
     text = f"{about}\n\n{table(jobs, seconds, peaks, idle)}"
     print(text)
     if not arguments.no_write:
-        page = PAGE.read_text()
-        head, tail = page.partition(START)[0], page.partition(STOP)[2]
-        PAGE.write_text(f"{head}{START}\n\n{text}\n\n{STOP}{tail}")
+        into_page(text, START, STOP)
 
 
 if __name__ == "__main__":

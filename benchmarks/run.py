@@ -164,6 +164,13 @@ def table(jobs: list[Job], idle: int) -> str:
     return "\n".join(rows)
 
 
+def into_page(text: str, start: str, stop: str) -> None:
+    """Put a table between two marks of docs/performance.md, in place of the last one."""
+    page = PAGE.read_text()
+    head, tail = page.partition(start)[0], page.partition(stop)[2]
+    PAGE.write_text(f"{head}{start}\n\n{text}\n\n{stop}{tail}")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -195,9 +202,7 @@ def main() -> None:
     text = f"{about}\n\n{table(jobs, idle)}"
     print(text)
     if not arguments.no_write:
-        page = PAGE.read_text()
-        head, tail = page.partition(START)[0], page.partition(STOP)[2]
-        PAGE.write_text(f"{head}{START}\n\n{text}\n\n{STOP}{tail}")
+        into_page(text, START, STOP)
 
 
 if __name__ == "__main__":

@@ -115,17 +115,7 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Convert a checkpoint into another format, with its training state, bit for bit unless a cast is asked for."""
-        reading = operations.Reading(
-            model_config,
-            from_,
-            step,
-            param_order,
-            module,
-            key_map,
-            layer_names,
-            replica=replica,
-            verify_replicas=verify_replicas,
-        )
+        reading = options.reading(locals())
         wanted = operations.Conversion(
             to=to,
             dtype=dtype,

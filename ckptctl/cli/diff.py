@@ -49,17 +49,7 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Compare two checkpoints by value, across formats and layouts. Exit 0 equal, 1 different."""
-        reading = operations.Reading(
-            model_config,
-            None,
-            None,
-            param_order,
-            module,
-            key_map,
-            layer_names,
-            replica=replica,
-            verify_replicas=verify_replicas,
-        )
+        reading = options.reading(locals())
         pages = report.html_files(output or ())
         what = operations.Comparison(
             weights=weights,

@@ -33,17 +33,7 @@ def add(app: typer.Typer) -> None:
 
         Reads headers only.
         """
-        reading = operations.Reading(
-            model_config,
-            from_,
-            step,
-            param_order,
-            module,
-            key_map,
-            layer_names,
-            replica=replica,
-            verify_replicas=verify_replicas,
-        )
+        reading = options.reading(locals())
         pages = report.html_files(output or ())
         document = operations.inspect(path, reading, tensors=tensors or bool(pages), places=bool(pages))
         report.write_pages(document, pages)

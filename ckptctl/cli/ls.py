@@ -33,16 +33,6 @@ def add(app: typer.Typer) -> None:
         layer_names: options.LAYER_NAMES = None,
     ) -> int:
         """List tensors: name, kind, type, shape, bytes, pieces. Reads headers only."""
-        reading = operations.Reading(
-            model_config,
-            from_,
-            step,
-            param_order,
-            module,
-            key_map,
-            layer_names,
-            replica=replica,
-            verify_replicas=verify_replicas,
-        )
+        reading = options.reading(locals())
         report.show(operations.ls(path, pattern, reading, kinds=tuple(kind or ())), as_json=json)
         return 0

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ckptctl import operations
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PATH = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: a folder or a file.", show_default=False)]
 SRC = Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint to read; never changed.", show_default=False)]
@@ -141,3 +147,12 @@ ZERO_STAGE = Annotated[
 UNIVERSAL = Annotated[bool, typer.Option("--universal", help="deepspeed: a universal folder, for any number of ranks.")]
 PP = Annotated[int | None, typer.Option("--pp", help="Pipeline stages.", metavar="N", show_default=False)]
 EP = Annotated[int | None, typer.Option("--ep", help="Expert-parallel ranks.", metavar="N", show_default=False)]
+
+
+def reading(given: Mapping[str, Any]) -> operations.Reading:
+    """What a command's own arguments (its `locals()`) say of how sources are read.
+
+    Options that the command does not have keep their defaults. The option --from cannot be called `from` in Python.
+    """
+    named = {**given, "format": given.get("from_")}
+    return operations.Reading(**{f.name: named[f.name] for f in fields(operations.Reading) if f.name in named})

@@ -97,9 +97,7 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Push a checkpoint to the Hugging Face Hub: checked, converted, with a card, whole, and compared after."""
-        reading = operations.Reading(
-            model_config, from_, step, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
-        )
+        reading = options.reading(locals())
         wanted = operations.Push(
             repo,
             revision,

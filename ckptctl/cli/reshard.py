@@ -62,15 +62,7 @@ def add(app: typer.Typer) -> None:
 
         DCP over another number of ranks, Hugging Face in files of another size.
         """
-        reading = operations.Reading(
-            model_config,
-            from_,
-            step,
-            param_order,
-            layer_names=layer_names,
-            replica=replica,
-            verify_replicas=verify_replicas,
-        )
+        reading = options.reading(locals())
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file, verify)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:
             result = operations.reshard(

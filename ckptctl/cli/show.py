@@ -53,17 +53,7 @@ def add(app: typer.Typer) -> None:
         memory: options.MEMORY = "512MiB",
     ) -> int:
         """Show one tensor's values and statistics, or a value of the training state."""
-        reading = operations.Reading(
-            model_config,
-            from_,
-            step,
-            param_order,
-            module,
-            key_map,
-            layer_names,
-            replica=replica,
-            verify_replicas=verify_replicas,
-        )
+        reading = options.reading(locals())
         result = operations.show(path, name, reading, kind=kind, selection=slice_, stats=stats, npy=npy, memory=memory)
         report.show(result, as_json=json)
         return 0

@@ -62,9 +62,7 @@ def add(app: typer.Typer) -> None:
         no_progress: options.NO_PROGRESS = False,
     ) -> int:
         """Write a checkpoint without parts of it, in its own format: the weights alone by default."""
-        reading = operations.Reading(
-            model_config, from_, step, param_order, replica=replica, verify_replicas=verify_replicas
-        )
+        reading = options.reading(locals())
         running = operations.Running(dry_run, None, overwrite, resume, jobs, memory, report_file)
         with report.progress(enabled=not (quiet or no_progress or json)) as progress:
             result = operations.strip(

@@ -88,9 +88,7 @@ def add(app: typer.Typer) -> None:
     ) -> int:
         """Tell whether checkpoints are intact, safe, and can be resumed from. Changes nothing, runs nothing."""
         wanted = report.outputs([*(output or ()), *(["json"] if json else [])])
-        reading = operations.Reading(
-            model_config, from_, step, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
-        )
+        reading = options.reading(locals())
         what = operations.Validation(
             level, checksums, against, tuple(select or ()), tuple(ignore or ()), fail_on, baseline, resumable
         )

@@ -112,9 +112,7 @@ def add(app: typer.Typer) -> None:
     ) -> int:
         """Train the next step from a checkpoint, or two, and compare. Exit 0 equal, 1 not. Needs torch."""
         files = report.verify_files(output or (), has_picture=recompute is not None or find_max_batch)
-        reading = operations.Reading(
-            model_config, None, None, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
-        )
+        reading = options.reading(locals())
         what = operations.Verification(
             steps=steps,
             batch=operations.Batches(batch, data, tokenizer, batch_size, seq_len, seed),

@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.errors import NoSpace, Unsupported
+from ckptctl.core.errors import NoSpace, Unsupported, Usage
+from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import with_operands
 from ckptctl.execute import Job, fitted
 from ckptctl.formats import TARGETS
+from ckptctl.formats.target import Choices
+from ckptctl.operations.likeness import order_of
 from ckptctl.operations.masters import count_of_updates, require_equal_steps, require_rounded_masters
+from ckptctl.operations.opening import given_order
 from ckptctl.operations.ties import require_equal_copies
 from ckptctl.plan.account import Account, account
 from ckptctl.plan.check import Totals, check, require_whole
@@ -26,7 +30,9 @@ if TYPE_CHECKING:
 
     from ckptctl.core.checkpoint import Checkpoint
     from ckptctl.execute import Budget
-    from ckptctl.formats.target import Choices, Content, Line, Written
+    from ckptctl.formats.target import Content, Line, Written
+    from ckptctl.operations.conversion import Conversion
+    from ckptctl.operations.opening import Reading
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,27 @@ class Planned:
     job: Job
     account: Account
     lines: tuple[Line, ...]
+
+
+def choices_of(wanted: Conversion, like: Any, reading: Reading | None) -> Choices:
+    """What the flags say of the result, whatever its mesh. like: the run that it is for, None without one."""
+    choices = Choices(
+        parse_size(wanted.max_shard_size, "--max-shard-size"),
+        index_keys=wanted.index_keys,
+        bare=wanted.bare,
+        module_prefix=wanted.module_prefix,
+        zero_stage=wanted.zero_stage or 2,
+        universal=wanted.universal,
+        megatron_format=wanted.megatron_format,
+        optimizer=wanted.optimizer,
+        vocab_divisor=wanted.vocab_divisor,
+        layer_spec=wanted.layer_spec,
+        like=like,
+        param_order=order_of(like, given_order(reading.param_order) if reading else ()),
+    )
+    if choices.max_shard_nbytes < 1:
+        raise Usage("--max-shard-size must be at least 1 byte")
+    return choices
 
 
 def planned_job(

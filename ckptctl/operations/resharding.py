@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Unsupported, Usage
-from ckptctl.core.sizes import parse_size
 from ckptctl.formats import TARGETS
-from ckptctl.formats.target import Choices
 from ckptctl.operations.content import content_of
 from ckptctl.operations.conversion import Conversion, check_flags
-from ckptctl.operations.likeness import order_of, with_like
-from ckptctl.operations.opening import Reading, fingerprint, given_order, open_movable
-from ckptctl.operations.planning import planned_job
+from ckptctl.operations.likeness import with_like
+from ckptctl.operations.opening import Reading, fingerprint, open_movable
+from ckptctl.operations.planning import choices_of, planned_job
 from ckptctl.operations.running import Running, budget_of, check_of, require_apart, run_planned, source_document
 
 if TYPE_CHECKING:
@@ -86,19 +84,7 @@ def reshard(
         )
     content, lines = content_of(source, wanted, own_names=True)
     mesh = mesh_of(source, wanted)
-    choices = Choices(
-        parse_size(wanted.max_shard_size, "--max-shard-size"),
-        own_names=target.own_names,
-        zero_stage=wanted.zero_stage or 2,
-        universal=wanted.universal,
-        megatron_format=wanted.megatron_format,
-        optimizer=wanted.optimizer,
-        vocab_divisor=wanted.vocab_divisor,
-        layer_spec=wanted.layer_spec,
-        like=like,
-        param_order=order_of(like, given_order(reading.param_order) if reading else ()),
-    )
-    choices = replace(choices, **mesh)  # type: ignore[arg-type]
+    choices = replace(choices_of(wanted, like, reading), own_names=target.own_names, **mesh)  # type: ignore[arg-type]
     planned = planned_job(content, lines, source.format, choices, Path(dst), budget, fingerprint(repr(wanted), reading))
     document: Document = {
         "schema": "ckptctl.reshard/1",
