@@ -21,11 +21,15 @@ _RESERVED = frozenset({"deepspeed", "global_steps", "global_samples", "skipped_s
 
 
 def torch_file(path: str, run: Run, tree: Callable[[TorchTree], Tree]) -> OutputFile:
-    """A torch file of a tree that is made when its segments are asked for."""
+    """A torch file of a tree that is made when its segments are asked for.
+
+    The folder in it has the file's name, as torch's have: at stage 3 nothing else tells ranks' files apart.
+    """
+    root = path.rpartition("/")[2].rpartition(".")[0]
 
     def segments() -> list[Segment]:
         made = TorchTree(held=run.content.held)
-        return made.segments(tree(made))
+        return made.segments(tree(made), root=root)
 
     return OutputFile(path, segments)
 

@@ -6,9 +6,10 @@ hold alike to compare them.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged, MissingFile
@@ -25,7 +26,7 @@ from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import VALUE_LIMIT, map_leaves, read_array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
     from pathlib import Path
 
     from ckptctl.formats import Hints
@@ -59,9 +60,11 @@ def read(path: Path, hints: Hints) -> Found:
 def read_files(files: Mapping[Rank, FileAt], out: Found, where: str) -> Found:
     """The files of all ranks of a mesh. As read."""
     said: dict[str, Tree] = {}
+    data: dict[str, Counter[tuple[int, int]]] = {}
     for rank, file in files.items():
-        said[file.name] = _rank(file, rank, out)
+        said[file.name], data[file.name] = _rank(file, rank, out)
     _require_own_places(said)
+    _require_own_data(data)
     _require_layers(out, where)
     if out.stateless and out.has_optimizer:
         raise MissingFile(
@@ -96,19 +99,21 @@ def _facts(opened: TorchFile) -> Facts:
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def _rank(file: FileAt, rank: Rank, out: Found) -> Tree:
-    """Takes a rank's files. Returns the number that it has in the whole run by its own account, None for none."""
+def _rank(file: FileAt, rank: Rank, out: Found) -> tuple[Tree, Counter[tuple[int, int]]]:
+    """Takes a rank's files. Returns its number in the whole run by its own account, and (CRC-32, bytes) of its data."""
     with ExitStack() as stack:
         reader = stack.enter_context(file.open())
         opened = opened_file(reader, out, file.archive)
         root = opened.root
         if not isinstance(root, dict):
-            return None  # unsafe: nothing of it is taken
+            return None, Counter()  # unsafe: nothing of it is taken
+        records = opened.directory.records.values() if opened.directory is not None else ()
+        data = Counter((r.crc, r.nbytes) for r in records if r.crc)
         _require_same_save(root, opened, out)
         here = RankFile(rank, {}, [], {}, {}, opened, reader, len(out.sources) - 1, file.start)
         _model(root, here, out)
         if _is_bare(root):
-            return None
+            return None, data
         tree, beside = root.get("optimizer"), file.beside
         if tree is not None and beside is not None:
             parts = parts_of(tree, opened.path)
@@ -123,7 +128,7 @@ def _rank(file: FileAt, rank: Rank, out: Found) -> Tree:
             else:
                 out.stateless += 1
         _values(root, rank, reader, out)
-        return _facts(opened).args.get("rank")
+        return _facts(opened).args.get("rank"), data
 
 
 def _require_own_places(said: Mapping[str, Tree]) -> None:
@@ -136,7 +141,7 @@ def _require_own_places(said: Mapping[str, Tree]) -> None:
     numbers = {file: n for file, n in said.items() if type(n) is int}
     if len(numbers) < len(said) or len(set(numbers.values())) == 1:
         return
-    twice = next(((a, b) for (a, n), (b, m) in combinations(numbers.items(), 2) if n == m), None)
+    twice = _first_alike(numbers)
     if twice is not None:
         raise Damaged(
             "two ranks' folders hold the same rank",
@@ -154,6 +159,29 @@ def _require_own_places(said: Mapping[str, Tree]) -> None:
                 fix="give the folders their ranks' names, or copy the step again",
                 code="ranks-differ",
             )
+
+
+def _require_own_data(data: Mapping[str, Counter[tuple[int, int]]]) -> None:
+    """Damaged where two ranks' files hold the same bytes in every record: each has slices of its own."""
+    twice = _first_alike({file: frozenset(records.items()) for file, records in data.items() if len(records) > 1})
+    if twice is not None:
+        raise Damaged(
+            "two ranks' files hold the same data",
+            where=", ".join(twice),
+            why=f"all {sum(data[twice[0]].values())} records have equal checksums and sizes",
+            fix="copy the step again: one of them was copied over the other",
+            code="ranks-differ",
+        )
+
+
+def _first_alike(values: Mapping[str, Hashable]) -> tuple[str, str] | None:
+    """The first two names that have the same value."""
+    seen: dict[Hashable, str] = {}
+    for name, value in values.items():
+        if value in seen:
+            return seen[value], name
+        seen[value] = name
+    return None
 
 
 def _require_same_save(root: Mapping[Any, Tree], opened: TorchFile, out: Found) -> None:

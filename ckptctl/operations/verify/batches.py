@@ -172,12 +172,15 @@ def _from_text(wanted: Wanted, steps: int) -> list[Batch]:
             f"--tokenizer {wanted.tokenizer}: no tokenizer could be loaded", why=str(err).splitlines()[0]
         ) from err
     needed, tokens = steps * wanted.rows * wanted.columns, list[int]()
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if len(tokens) >= needed:
-                break
-            if line.strip():
-                tokens += tokenizer(_text(line, path, number))["input_ids"]
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if len(tokens) >= needed:
+                    break
+                if line.strip():
+                    tokens += tokenizer(_text(line, path, number))["input_ids"]
+    except UnicodeDecodeError as err:
+        raise Usage(f"--data {path}: it is no UTF-8 text", why=str(err), code="batches") from err
     if len(tokens) < needed:
         raise Usage(
             f"{path} has {len(tokens)} tokens, {steps} batches of {wanted.rows} x {wanted.columns} need {needed}",

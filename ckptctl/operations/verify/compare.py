@@ -160,6 +160,11 @@ def runs_unlike(sides: Sequence[Side]) -> tuple[list[Document], list[str]]:
             ]
             if unlike:
                 out.append(_found("", "schedule", "value", "; ".join(unlike)))
+    scales = [loss_scale(side) for side in sides]
+    if scales[0] is not None and scales[1] is not None and scales[0] != scales[1]:
+        out.append(_found("", "loss scale", "value", f"{scales[0]:g} and {scales[1]:g}"))
+    elif any(s not in (None, 1) for s in scales) and None in scales:
+        notes.append(f"the loss scale is not compared: {scales[0]} and {scales[1]}")
     p, q = (side.checkpoint.step for side in sides)
     if p is not None and q is not None and p != q:
         if sides[0].checkpoint.format == sides[1].checkpoint.format:
@@ -167,6 +172,13 @@ def runs_unlike(sides: Sequence[Side]) -> tuple[list[Document], list[str]]:
         else:
             notes.append(f"the runs' own steps are {p} and {q}; formats count differently, so that is no difference")
     return out, notes
+
+
+def loss_scale(side: Side) -> float | None:
+    """What a run's losses are multiplied by, where its format keeps that."""
+    scaler = side.checkpoint.about.get("loss_scaler")
+    found = scaler.get("cur_scale") if isinstance(scaler, Mapping) else None
+    return float(found) if isinstance(found, (int, float)) else None
 
 
 def _is_data(value: Any) -> bool:

@@ -15,7 +15,7 @@ from ckptctl.formats.schedule import schedulers
 from ckptctl.operations.naming import under_one_naming
 from ckptctl.operations.running import MEMORY_FLOOR
 from ckptctl.operations.verify import batches as batches_of
-from ckptctl.operations.verify.compare import Measure
+from ckptctl.operations.verify.compare import Measure, loss_scale
 from ckptctl.operations.verify.device import Device, deterministic, device_named, dtype_named
 from ckptctl.operations.verify.forms import Forms, Unlike, alone, narrowest, owned, together, widest
 from ckptctl.operations.verify.model import built
@@ -251,10 +251,9 @@ def _scale(sides: Sequence[Side], dtype: str) -> float:
     if dtype != "float16":
         return 1.0
     for side in sides:
-        scaler = side.checkpoint.about.get("loss_scaler")
-        found = scaler.get("cur_scale") if isinstance(scaler, dict) else None
-        if isinstance(found, (int, float)) and 1 <= found <= 2**16:
-            return float(found)
+        found = loss_scale(side)
+        if found is not None and 1 <= found <= 2**16:
+            return found
     return 256.0
 
 

@@ -223,10 +223,15 @@ def test_swapped_rank_files_are_told(tmp_path):
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("is_ours", [True, False])
 @pytest.mark.parametrize("is_swap", [True, False])
-def test_another_rank_s_file_is_told_at_stage_three(is_swap, tmp_path):
+def test_another_rank_s_file_is_told_at_stage_three(is_swap, is_ours, tmp_path):
     """Nothing in the pickle says whose it is, and no weights lie beside it: the archive's own name tells."""
-    path = copied("deepspeed/zero3-dp2-bf16", tmp_path) / "global_step3"
+    if is_ours:
+        good("reshard", source("deepspeed/zero1-dp2-bf16"), tmp_path / "ours", "--dp", "2", "--zero-stage", "3")
+        path = tmp_path / "ours" / "global_step3"
+    else:
+        path = copied("deepspeed/zero3-dp2-bf16", tmp_path) / "global_step3"
     a, b = (path / f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))
     kept = a.read_bytes()
     if is_swap:

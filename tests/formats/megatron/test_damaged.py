@@ -119,7 +119,7 @@ def test_fp8_scales_are_told(tmp_path):
 
 
 def test_a_stage_s_layers_twice_are_refused(tmp_path, monkeypatch):
-    """Both stages' files are of the first: told by the ranks' numbers, and by the sizes where those say nothing."""
+    """Both stages' files are of the first: told by the ranks' numbers, by their data, and by sizes."""
     run = copied(TIED, tmp_path)
     for tp in (0, 1):
         file = "model_optim_rng.pt"
@@ -130,6 +130,8 @@ def test_a_stage_s_layers_twice_are_refused(tmp_path, monkeypatch):
     assert (error.exit_code, error.code) == (3, "ranks-differ")
     assert error.what == "two ranks' folders hold the same rank"
     monkeypatch.setattr(classic, "_require_own_places", lambda said: None)
+    assert refusal(run, TIED).what == "two ranks' files hold the same data"
+    monkeypatch.setattr(classic, "_require_own_data", lambda data: None)
     error = refusal(run, TIED)
     assert (error.exit_code, error.code) == (3, "ranks-differ")
     assert "9216 of 4608 elements over all ranks: some are there twice" in error.what

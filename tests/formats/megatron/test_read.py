@@ -222,6 +222,16 @@ def test_a_rank_copied_over_another_is_refused(tmp_path):
     assert caught.value.code == "ranks-differ"
 
 
+def test_a_rank_copied_over_another_is_refused_where_no_number_tells(tmp_path):
+    """Two ranks only: both then say the same number, as converters' files do."""
+    ranks = copied("megatron/legacy_tp2pp1", tmp_path) / "iter_0000003"
+    for file in (ranks / "mp_rank_00").iterdir():
+        shutil.copy(file, ranks / "mp_rank_01" / file.name)
+    with pytest.raises(CkptError, match="two ranks' files hold the same data") as caught:
+        opened("megatron/legacy_tp2pp1", ranks.parent)
+    assert caught.value.code == "ranks-differ"
+
+
 def test_buffers_of_another_rank_are_refused(tmp_path):
     """A float32 run's buffers say whose they are by its copies of the weights alone."""
     run = copied(FLOAT32, tmp_path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ckptctl.operations.verify.compare import Measure, compare
+from ckptctl.core.checkpoint import Checkpoint
+from ckptctl.operations.verify.compare import Measure, compare, runs_unlike
 from ckptctl.operations.verify.record import Record, Trained
+from ckptctl.operations.verify.sides import Side
 
 
 def record(**change):
@@ -22,6 +24,18 @@ def record(**change):
 def found(a, b, measure=None):
     judged = compare(a, b, measure or Measure("float32"))
     return [(d["name"], d["kind"]) for d in judged.differences], judged
+
+
+def side(scale):
+    about = {} if scale is None else {"loss_scaler": {"class": "DynamicLossScaler", "cur_scale": scale}}
+    return Side("x", Checkpoint("deepspeed", "", "x", (), {}, about=about), "")
+
+
+def test_a_loss_scale_that_differs_is_found_and_one_that_is_not_there_is_told():
+    assert runs_unlike([side(256), side(256.0)]) == ([], [])
+    assert [(d["kind"], d["detail"]) for d in runs_unlike([side(256), side(512)])[0]] == [("loss scale", "256 and 512")]
+    assert runs_unlike([side(256), side(None)]) == ([], ["the loss scale is not compared: 256.0 and None"])
+    assert runs_unlike([side(1.0), side(None)]) == ([], [])
 
 
 def test_equal_records_are_equal():
