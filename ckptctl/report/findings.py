@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
 from ckptctl import __version__
+from ckptctl.report.text import clean, json_text
 from ckptctl.rules import rules
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ def _file(found: Document, document: Document) -> str:
 
 def json_document(document: Document) -> str:
     """The document itself. Made by report.text, which knows what JSON has no word for."""
-    from ckptctl.report.text import json_text
-
     return json_text(document) + "\n"
 
 
@@ -54,24 +53,24 @@ def text(document: Document) -> str:
     """For people: findings by gravity, then the three answers for each checkpoint."""
     lines = []
     for found in document["findings"][:_SHOWN]:
-        lines.append(f"{found['severity']}[{found['code']}] {found['kind']}: {_clean(found['what'])}")
+        lines.append(f"{found['severity']}[{found['code']}] {found['kind']}: {clean(found['what'])}")
         for label, value in (("where", place(found)), ("why", found["why"]), ("fix", found["fix"])):
             if value:
-                lines.append(f"  {label:<5}  {_clean(value)}")
+                lines.append(f"  {label:<5}  {clean(value)}")
     hidden = len(document["findings"]) - _SHOWN
     if hidden > 0:
         lines.append(f"... and {hidden} more: --output json has all")
     if lines:
         lines.append("")
     for row in document["checkpoints"]:
-        lines.append(_clean(row["path"]) + (f" (step {row['step']})" if row["step"] is not None else ""))
+        lines.append(clean(row["path"]) + (f" (step {row['step']})" if row["step"] is not None else ""))
         for question in ("intact", "safe", "resumable"):
             answer = row[question]
             word = {True: "yes", False: "no", None: "-"}[answer["answer"]]
-            lines.append(f"  {question:<9}  {word:<3}  {_clean(answer['why'])}")
+            lines.append(f"  {question:<9}  {word:<3}  {clean(answer['why'])}")
     if len(document["checkpoints"]) > 1:
         newest = document["newest_resumable"] or ("not looked at" if document["level"] == "header" else "none")
-        lines.append(f"newest that a run can go on from: {_clean(newest)}")
+        lines.append(f"newest that a run can go on from: {clean(newest)}")
     counts, checked = document["counts"], document["checked"]
     lines.append(
         f"{_count(counts['error'], 'error')}, {_count(counts['warning'], 'warning')}, {counts['info']} info; "
@@ -82,10 +81,6 @@ def text(document: Document) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
-
-
-def _clean(value: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in value.replace("\n", " "))
 
 
 def _xml(value: str) -> str:
@@ -188,7 +183,7 @@ def github(document: Document) -> str:
 
 
 def _data(value: str) -> str:
-    return _clean(value).replace("%", "%25")
+    return clean(value).replace("%", "%25")
 
 
 def _property(value: str) -> str:
@@ -211,8 +206,8 @@ def summary(document: Document) -> str:
 
 
 def _cell(value: str) -> str:
-    clean = _clean(value).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
-    return f"`{clean}`" if clean else ""
+    shown = clean(value).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
+    return f"`{shown}`" if shown else ""
 
 
 def gitlab(document: Document) -> str:

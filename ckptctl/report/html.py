@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptctl.core.errors import CkptError, Usage
-from ckptctl.report.text import json_text, nbytes, state_leaf
+from ckptctl.report.differences import state_leaf
+from ckptctl.report.text import json_text, nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from ckptctl.report import text
+from ckptctl.report.differences import diff
 from ckptctl.report.verify import verify
 
 RENDERERS = {
@@ -14,7 +15,7 @@ RENDERERS = {
     "ckptctl.show": text.show_tensor,
     "ckptctl.convert": text.convert,
     "ckptctl.reshard": text.convert,
-    "ckptctl.diff": text.diff,
+    "ckptctl.diff": diff,
     "ckptctl.strip": text.strip,
     "ckptctl.verify": verify,
     "ckptctl.push": text.push,

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ckptctl.core.errors import CkptError
 
@@ -51,23 +51,23 @@ def show_error(error: CkptError, *, as_json: bool, command: str) -> None:
             "error": {"exit_code": error.exit_code, **error.as_dict()},
         }
         sys.stdout.write(json_text(document) + "\n")
-    lines = [f"error[{error.code}]: {_clean(error.what)}"]
+    lines = [f"error[{error.code}]: {clean(error.what)}"]
     lines += [
-        f"  {label:<5}  {_clean(value)}"
+        f"  {label:<5}  {clean(value)}"
         for label, value in (("where", error.where), ("why", error.why), ("fix", error.fix))
         if value
     ]
     sys.stderr.write("\n".join(lines) + "\n")
 
 
-def _clean(value: str) -> str:
+def clean(value: str) -> str:
     """Text of a file on one line without control characters: a name in a hostile file must not drive the terminal."""
     return "".join(c if c.isprintable() else "?" for c in value.replace("\n", " "))
 
 
-def _table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> None:
+def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> None:
     """A table: columns are (title, "left" or "right")."""
-    cells = [[_clean(str(c)) for c in row] for row in rows]
+    cells = [[clean(str(c)) for c in row] for row in rows]
     if not sys.stdout.isatty():
         widths = [max([len(title), *(len(r[i]) for r in cells)]) for i, (title, _) in enumerate(columns)]
         for row in [[t for t, _ in columns], *cells]:
@@ -82,28 +82,25 @@ def _table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) ->
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title, side in columns:
-        table.add_column(title, justify="right" if side == "right" else "left", overflow="fold")
+        grid.add_column(title, justify="right" if side == "right" else "left", overflow="fold")
     for row in cells:
-        table.add_row(*map(Text, row))
-    Console().print(table)
+        grid.add_row(*map(Text, row))
+    Console().print(grid)
 
 
-def _pairs(pairs: Sequence[tuple[str, Any]]) -> None:
-    width = max(len(k) for k, _ in pairs)
-    for key, value in pairs:
-        sys.stdout.write(f"{key:<{width}}  {_clean(str(value))}\n")
-
-
-table, pairs, clean = _table, _pairs, _clean
-"""For the texts that stand in modules of their own."""
+def pairs(lines: Sequence[tuple[str, Any]]) -> None:
+    """Names and values, a line each."""
+    width = max(len(k) for k, _ in lines)
+    for key, value in lines:
+        sys.stdout.write(f"{key:<{width}}  {clean(str(value))}\n")
 
 
 def inspect(d: Document, verbose: bool = False) -> None:
     """The text of `inspect`."""
     layout = ", ".join(f"{k} {v}" for k, v in d["layout"].items() if v)
-    _pairs(
+    pairs(
         [
             ("format", d["format"] + (f" ({d['variant']})" if d["variant"] else "")),
             ("recognised", d["recognised"]),
@@ -121,15 +118,15 @@ def inspect(d: Document, verbose: bool = False) -> None:
     rows = [
         (k, v["tensors"], f"{v['numel']:,}", nbytes(v["bytes"]), ", ".join(v["dtypes"])) for k, v in d["kinds"].items()
     ]
-    _table((("kind", "left"), ("tensors", "right"), ("elements", "right"), ("size", "right"), ("types", "left")), rows)
+    table((("kind", "left"), ("tensors", "right"), ("elements", "right"), ("size", "right"), ("types", "left")), rows)
     sys.stdout.write("\n")
-    _table((("training state", "left"), ("", "left")), list(d["state"].items()))
+    table((("training state", "left"), ("", "left")), list(d["state"].items()))
     if d["state_values"]:
         sys.stdout.write("\nits values\n")
-        _cut(_tree(d["state_values"]), "--json has all")
+        cut(_tree(d["state_values"]), "--json has all")
     if d["groups"]:
         sys.stdout.write("\n")
-        _table(
+        table(
             (("group", "right"), ("parameters", "right"), ("settings", "left")),
             [
                 (i, g["parameters"], ", ".join(f"{k} {v}" for k, v in g["settings"].items()))
@@ -137,19 +134,19 @@ def inspect(d: Document, verbose: bool = False) -> None:
             ],
         )
     for alias, owner in d["ties"].items():
-        sys.stdout.write(f"tied: {_clean(alias)} is {_clean(owner)}\n")
+        sys.stdout.write(f"tied: {clean(alias)} is {clean(owner)}\n")
     frozen = d.get("frozen", [])
     if frozen:
         more = ", ..." if len(frozen) > MOST_FROZEN else ""
-        sys.stdout.write(f"frozen: {len(frozen)} weights: {', '.join(map(_clean, frozen[:MOST_FROZEN]))}{more}\n")
-    about = [(k.replace("_", " "), _said(v)) for k, v in d.get("about", {}).items() if v not in (None, [], {}, "")]
+        sys.stdout.write(f"frozen: {len(frozen)} weights: {', '.join(map(clean, frozen[:MOST_FROZEN]))}{more}\n")
+    about = [(k.replace("_", " "), said_of(v)) for k, v in d.get("about", {}).items() if v not in (None, [], {}, "")]
     if about:
         sys.stdout.write("\n")
-        _table((("besides", "left"), ("", "left")), about)
+        table((("besides", "left"), ("", "left")), about)
     for u in d["unsafe"]:
-        sys.stdout.write(f"UNSAFE: {_clean(u['file'])} names {_clean(u['global'])}: {_clean(u['why'])}\n")
+        sys.stdout.write(f"UNSAFE: {clean(u['file'])} names {clean(u['global'])}: {clean(u['why'])}\n")
     for w in d["warnings"]:
-        sys.stderr.write(f"warning: {_clean(w)}\n")
+        sys.stderr.write(f"warning: {clean(w)}\n")
     if "tensors" in d:
         sys.stdout.write("\n")
         _tensors(d["tensors"])
@@ -160,15 +157,15 @@ def _tree(node: Document, indent: str = "  ") -> list[str]:
     lines = []
     for key, value in node.items():
         is_branch = isinstance(value, dict) and value
-        said = _clean(_said(value))
+        said = clean(said_of(value))
         said = said if len(said) <= _WIDTH else f"{said[:_WIDTH]}..."
-        lines.append(f"{indent}{_clean(str(key))}" + ("" if is_branch else f": {said}"))
+        lines.append(f"{indent}{clean(str(key))}" + ("" if is_branch else f": {said}"))
         if is_branch:
             lines += _tree(value, f"{indent}  ")
     return lines
 
 
-def _cut(lines: Sequence[str], more: str) -> None:
+def cut(lines: Sequence[str], more: str) -> None:
     """Writes lines, as many as a person reads."""
     for line in lines[:_LINES]:
         sys.stdout.write(f"{line}\n")
@@ -176,11 +173,11 @@ def _cut(lines: Sequence[str], more: str) -> None:
         sys.stdout.write(f"  ... and {len(lines) - _LINES} more lines: {more}\n")
 
 
-def _said(value: Any) -> str:
+def said_of(value: Any) -> str:
     """Plain data on one line."""
     if isinstance(value, dict):
-        return ", ".join(f"{k} {_said(v)}" for k, v in value.items())
-    return ", ".join(map(_said, value)) if isinstance(value, list) else str(value)
+        return ", ".join(f"{k} {said_of(v)}" for k, v in value.items())
+    return ", ".join(map(said_of, value)) if isinstance(value, list) else str(value)
 
 
 def _adapter(a: Document) -> str:
@@ -198,7 +195,7 @@ def _tensors(tensors: Sequence[Document]) -> None:
         (t["name"], t["kind"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", nbytes(t["bytes"]), t["pieces"])
         for t in tensors
     ]
-    _table(
+    table(
         (
             ("name", "left"),
             ("kind", "left"),
@@ -223,7 +220,7 @@ def show_tensor(d: Document, verbose: bool = False) -> None:
     if "value" in d:
         sys.stdout.write(json_text(d["value"]) + "\n")
         return
-    _pairs(
+    pairs(
         [
             ("name", d["name"]),
             ("kind", d["kind"]),
@@ -234,7 +231,7 @@ def show_tensor(d: Document, verbose: bool = False) -> None:
     )
     if d.get("stats"):
         sys.stdout.write("\n")
-        _pairs(list(d["stats"].items()))
+        pairs(list(d["stats"].items()))
     if d.get("npy"):
         sys.stdout.write(f"written to {d['npy']}\n")
     elif "text" in d:
@@ -244,20 +241,20 @@ def show_tensor(d: Document, verbose: bool = False) -> None:
 def convert(d: Document, verbose: bool = False) -> None:
     """The text of `convert` and `reshard`: the fidelity report, then what was done, or would be."""
     plan = d["plan"]
-    _table(
+    table(
         (("part", "left"), ("fate", "left"), ("detail", "left")),
         [(line["part"], line["fate"], line["detail"]) for line in d["fidelity"]],
     )
     for w in d["warnings"]:
-        sys.stderr.write(f"warning: {_clean(w)}\n")
+        sys.stderr.write(f"warning: {clean(w)}\n")
     sys.stdout.write("\n")
     if d.get("key_map") and (d["dry_run"] or verbose):
         rows = [(", ".join(m["from"]), m["to"]) for m in d["key_map"]]
-        _table((("name in the source", "left"), ("becomes", "left")), rows)
+        table((("name in the source", "left"), ("becomes", "left")), rows)
         sys.stdout.write("\n")
     if d["dry_run"] or verbose:
         casts = ", ".join(f"{k}: {n:,} elements" for k, n in plan["casts"].items()) or "none"
-        _pairs(
+        pairs(
             [
                 ("would read" if d["dry_run"] else "read", nbytes(plan["read_bytes"])),
                 (
@@ -294,7 +291,7 @@ def convert(d: Document, verbose: bool = False) -> None:
         how = "bit for bit" if found["tolerance"]["mode"] == "bits" else "within tolerances"
         sys.stdout.write(f"verified: the next step from it is the source's, {how}\n")
         for note in found["notes"]:
-            sys.stdout.write(f"note: {_clean(note)}\n")
+            sys.stdout.write(f"note: {clean(note)}\n")
 
 
 def strip(d: Document, verbose: bool = False) -> None:
@@ -313,16 +310,16 @@ def push(d: Document, verbose: bool = False) -> None:
     """The text of `push`: what became of each part, what was sent, and where it is."""
     rows = [(line["part"], line["fate"], line["detail"]) for line in d["fidelity"]]
     if rows:
-        _table((("part", "left"), ("fate", "left"), ("detail", "left")), rows)
+        table((("part", "left"), ("fate", "left"), ("detail", "left")), rows)
         sys.stdout.write("\n")
     for w in d["warnings"]:
-        sys.stderr.write(f"warning: {_clean(w)}\n")
+        sys.stderr.write(f"warning: {clean(w)}\n")
     if d["files"] and (d["dry_run"] or verbose):
         files = [(f["path"], nbytes(f["bytes"]), f["state"]) for f in d["files"]]
-        _table((("file", "left"), ("size", "right"), ("state", "left")), files)
+        table((("file", "left"), ("size", "right"), ("state", "left")), files)
         sys.stdout.write("\n")
     for path in d["deleted"]:
-        sys.stdout.write(f"{'would delete' if d['dry_run'] else 'deleted'} on the Hub: {_clean(path)}\n")
+        sys.stdout.write(f"{'would delete' if d['dry_run'] else 'deleted'} on the Hub: {clean(path)}\n")
     sent, there = d["sent"], d["there"]
     count = "" if sent["files"] is None else f" in {sent['files']} files"
     beside = f"; {nbytes(there['bytes'])} in {there['files']} files is there" if there["files"] else ""
@@ -339,63 +336,3 @@ def _source_bytes(spent: Document) -> str:
     dropped = ", ".join(f"{nbytes(n)} {kind}" for kind, n in spent["dropped"].items()) or "nothing"
     gaps = f"{nbytes(spent['gaps'])} {spent['gap_reason']}"
     return f"{nbytes(spent['total'])}: {nbytes(spent['used'])} used, dropped {dropped}, {gaps}"
-
-
-def _apart(x: Document) -> str:
-    """How far two tensors are apart, in the words of a table."""
-    if "max_abs" not in x:
-        return ""
-    ulps = "" if x["max_ulp"] is None else f", {x['max_ulp']} ULPs"
-    nans = f"; {x['nan_on_one_side']} NaN on one side" if x["nan_on_one_side"] else ""
-    return f"; at most {x['max_abs']:.4g} apart ({x['max_rel']:.3g} relative{ulps}){nans}"
-
-
-def state_leaf(node: Document) -> str:
-    """How a value of the training state differs, in words."""
-    if node["what"] == "value":
-        return f"{_said(node['a'])} and {_said(node['b'])}"
-    side = node["what"].removeprefix("only-in-")
-    return f"only in {side}: {_said(node[side])}"
-
-
-def _state_tree(node: Document, indent: str = "  ") -> list[str]:
-    """The training state that two checkpoints have, a line a value that differs; equal ones are counted."""
-    lines = []
-    for key, value in node["differ"].items():
-        equal = f"{value['equal']} equal" if value.get("equal") else ""
-        said = "; ".join(filter(None, (state_leaf(value) if "what" in value else "", equal)))
-        lines.append(f"{indent}{_clean(str(key))}" + (f": {_clean(said)}" if said else ""))
-        if "differ" in value and any(True for _ in _unequal(value)):
-            lines += _state_tree(value, f"{indent}  ")
-    return lines
-
-
-def _unequal(node: Document) -> Iterator[Document]:
-    """Values below a node that differ."""
-    for value in node.get("differ", {}).values():
-        if "what" in value:
-            yield value
-        yield from _unequal(value)
-
-
-def diff(d: Document, verbose: bool = False) -> None:
-    """The text of `diff`."""
-    listed = [x for x in d["differences"] if "path" not in x]  # the others are in the tree
-    if listed:
-        rows = [(x["name"], x["kind"], x["what"], x.get("detail", "") + _apart(x)) for x in listed]
-        _table((("name", "left"), ("kind", "left"), ("differs in", "left"), ("", "left")), rows)
-        sys.stdout.write("\n")
-    if any(_unequal(d.get("state", {}))):
-        sys.stdout.write("training state\n")
-        _cut(_state_tree(d["state"]), "--json has all")
-        sys.stdout.write("\n")
-    if d.get("stats", {}).get("layers"):
-        keys = ("norm_a", "norm_b", "norm_difference", "cosine")
-        layers = [(x["layer"] or "-", x["kind"], *(f"{x[k]:.6g}" for k in keys)) for x in d["stats"]["layers"]]
-        titles = ("norm of A", "norm of B", "norm of A - B", "cosine")
-        _table((("layer", "left"), ("kind", "left"), *((t, "right") for t in titles)), layers)
-        sys.stdout.write("\n")
-    compared = ", ".join(f"{n} {k}" for k, n in d["compared"].items()) or "nothing"
-    verdict = "equal" if d["equal"] else f"different: {len(d['differences'])} of them"
-    within = f"; {d['within_tolerance']:,} elements differ within the tolerance" if d.get("within_tolerance") else ""
-    sys.stdout.write(f"{verdict} (compared: {compared}){within}\n")
