@@ -15,8 +15,8 @@ import numpy.typing as npt
 from ckptctl.core.checkpoint import UnsafeGlobal
 from ckptctl.core.dtype import packed
 from ckptctl.core.errors import Damaged, MissingFile, Unsupported
-from ckptctl.core.remake import Native, remade, to_hub
-from ckptctl.core.tensor import Key, Part, Piece, Source, Tensor
+from ckptctl.core.remake import remade, to_hub
+from ckptctl.core.tensor import Key, Piece, Source, Tensor
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.datafiles import DataFiles
 from ckptctl.formats.dcp.items import Heads, LazyTable, read_object
@@ -27,6 +27,7 @@ from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.found import Found, number_of, require_states
 from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
 from ckptctl.formats.megatron.groups import Part as Chained
+from ckptctl.formats.megatron.stacked import SINGLE, native, unflattened
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import map_leaves, read_array
 
@@ -42,10 +43,6 @@ COMMON = "common.pt"
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z_0-9]+)\.(.+)")
 KINDS = {"param": "master", "fp32_param": "master"}
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
-_STACK = re.compile(r"decoder\.layers\.(?!\d)(.+)")
-_SINGLE = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
-_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
-_EXPERTS = "mlp.experts.experts."
 
 
 def read(path: Path, hints: Hints) -> Found:
@@ -87,7 +84,7 @@ def read_parts(opened: TorchFile, root: Mapping[str, Tree], index: Index, path: 
     out.unsafe += [UnsafeGlobal(COMMON, str(f.name), f.why) for f in opened.unsafe]
     out.unknown.update(str(f.name) for f in opened.unknown)
     out.unsafe += index.unsafe
-    out.layer_keys = any(_SINGLE.fullmatch(n) for n in index.items)
+    out.layer_keys = any(SINGLE.fullmatch(n) for n in index.items)
     folder = Folder(path, index, out)
     iteration = number_of(root.get("iteration", root.get("global_step")))
     out.iteration = iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else None
@@ -162,126 +159,12 @@ def _weights(folder: Folder, out: Found) -> None:
         key = key.removeprefix("module.").removeprefix("model.")
         raw[Key(key, kind)] = folder.tensor(name, Key(key, kind))
     out.has_optimizer = any(k.kind != "weight" for k in raw)
-    shaped = _unflattened(raw)
+    shaped = unflattened(raw)
     made = remade(shaped, to_hub([native(name, shaped) for name in dict.fromkeys(k.name for k in shaped)]))
     half = {k.name for k, m in made.items() if k.kind == "weight" and m.tensor.dtype.name != "float32"}
     out.tensors = {
         k: replace(m.tensor, key=k) for k, m in made.items() if not (k.kind == "master" and k.name not in half)
     }
-
-
-def _unflattened(raw: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Tensors of the file's keys in their own shapes: fully_sharded_model_space keeps states as flat runs of parts.
-
-    A tensor that ranks cut in a grid of (x, y) parts is (x, y, elements of a part) there, cut again along the last.
-    Source: core_v0.14.0, core/dist_checkpointing/strategies/torch.py, sharded_tensor_to_torch_sharded_tensor.
-    """
-    out: dict[Key, Tensor] = {}
-    flat: dict[Key, Tensor] = {}
-    natives: dict[str, Native] = {}
-    for key, tensor in raw.items():
-        weight = raw.get(Key(key.name))
-        if key.kind == "weight" or weight is None or len(tensor.shape) != len(weight.shape) + 1:
-            out[key] = tensor
-            continue
-        *grid, numel = tensor.shape
-        if any(n < 1 or w % n for w, n in zip(weight.shape, grid, strict=True)) or numel != _part_numel(
-            weight.shape, grid
-        ):
-            raise Damaged(
-                f"{key.kind} of {key.name} is {tensor.shape}, no grid of parts of {weight.shape}",
-                where=NAME,
-                code="metadata-damaged",
-            )
-        # Grids differ where masters are cut in another way than moments; one name for each.
-        name = f"{key.name}#{'.'.join(map(str, grid))}"
-        flat[Key(name, key.kind)] = tensor
-        natives[name] = _grid(name, key.name, tensor.shape, weight.shape)
-    for name, made in natives.items():
-        own = remade({k: t for k, t in flat.items() if k.name == name}, to_hub([made]))
-        out |= {k: replace(m.tensor, key=k) for k, m in own.items()}
-    return out
-
-
-def _part_numel(shape: tuple[int, ...], grid: list[int]) -> int:
-    total = 1
-    for w, n in zip(shape, grid, strict=True):
-        total *= w // n
-    return total
-
-
-def _grid(name: str, hub: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Native:
-    """A grid of flat parts as the tensor that it is."""
-    *grid, _ = shape
-    part = tuple(w // n for w, n in zip(whole, grid, strict=True))
-    view = (*grid, *part)
-    hub_view = tuple(n for pair in zip(grid, part, strict=True) for n in pair)
-    k = len(grid)
-    axes = (*(2 * i for i in range(k)), *(2 * i + 1 for i in range(k)))
-    zero = (0,) * len(view)
-    return Native(name, shape, (Part(Key(hub), view, zero, view, hub_view, zero, axes),), (whole,))
-
-
-def native(key: str, raw: Mapping[Key, Tensor]) -> Native:
-    """A key of the file as tensors of the package's naming: stacked layers and experts come apart, halves together."""
-    tensor = raw.get(Key(key)) or next(t for k, t in raw.items() if k.name == key)
-    half = _HALF.fullmatch(key)
-    plain = half[1] if half else key
-    stack, single = _STACK.fullmatch(plain), _SINGLE.fullmatch(plain)
-    tail = stack[1] if stack else single[2] if single else ""
-    axes = 1 if stack else 0
-    experts = tail.startswith(_EXPERTS) and re.match(r"linear_fc[12]\.", tail[len(_EXPERTS) :]) is not None
-    axes += 1 if experts else 0
-    if len(tensor.shape) < axes or any(n > 100_000 for n in tensor.shape[:axes]):
-        raise Damaged(f"{key} has shape {tensor.shape}", where=NAME, why="its first axes are layers and experts")
-    inner = tensor.shape[axes:]
-    names = []
-    for at in _indices(tensor.shape[:axes]):
-        layer = at[0] if stack else int(single[1]) if single else 0
-        names.append(model.local_name(_named(plain, tail, layer, at[-1] if experts else None)))
-    if half and inner:
-        return _halves(key, names, tensor.shape[:axes], inner, 0 if half[2] == "w" else 1)
-    if not axes:
-        return Native.renamed(key, names[0], tensor.shape)
-    parts = []
-    for at, name in zip(_indices(tensor.shape[:axes]), names, strict=True):
-        size = (*(1,) * axes, *inner)
-        lo = (*at, *(0,) * len(inner))
-        parts.append(Part(Key(name), tensor.shape, lo, size, size, (0,) * len(size), tuple(range(len(size)))))
-    return Native(key, tensor.shape, tuple(parts), (inner,) * len(parts))
-
-
-def _halves(key: str, names: list[str], first: tuple[int, ...], inner: tuple[int, ...], which: int) -> Native:
-    """A key that holds the gates alone, or the ups: half of each first projection.
-
-    Source: core_v0.16.1, core/transformer/mlp.py, apply_swiglu_sharded_factory (singleton_local_shards);
-    core/transformer/fsdp_dtensor_checkpoint.py, handle_swiglu_in_state_dict.
-    """
-    rows, *rest = inner
-    parts = []
-    for at, name in zip(_indices(first), names, strict=True):
-        size = (*(1,) * len(first), 1, rows, *rest)
-        lo = (*at, 0, *(0,) * len(inner))
-        hub = (*(1,) * len(first), 2, rows, *rest)
-        hub_lo = (*(0,) * len(first), which, *(0,) * len(inner))
-        parts.append(Part(Key(name), (*first, 1, *inner), lo, size, hub, hub_lo, tuple(range(len(size)))))
-    return Native(key, (*first, *inner), tuple(parts), ((2 * rows, *rest),) * len(parts))
-
-
-def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = [()]
-    for n in shape:
-        out = [(*at, i) for at in out for i in range(n)]
-    return out
-
-
-def _named(key: str, tail: str, layer: int, expert: int | None) -> str:
-    if not tail:
-        return key
-    if expert is not None:
-        tail = f"mlp.experts.local_experts.{expert}.{tail[len(_EXPERTS) :]}"
-    tail = re.sub(r"^mlp\.experts\.experts\.(\d+)\.", r"mlp.experts.local_experts.\1.", tail)
-    return f"decoder.layers.{layer}.{tail}"
 
 
 # ---- optimizer ------------------------------------------------------------------------------------------------------

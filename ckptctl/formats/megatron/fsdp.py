@@ -16,10 +16,11 @@ from ckptctl.core.tensor import Key, Source
 from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, read_index
 from ckptctl.formats.megatron import model
-from ckptctl.formats.megatron.dist import KINDS, Folder, native
+from ckptctl.formats.megatron.dist import KINDS, Folder
 from ckptctl.formats.megatron.facts import of_namespace
 from ckptctl.formats.megatron.found import Found, number_of
 from ckptctl.formats.megatron.groups import settings
+from ckptctl.formats.megatron.stacked import native
 
 if TYPE_CHECKING:
     from pathlib import Path
