@@ -88,6 +88,12 @@ def run(argv: Sequence[str]) -> int:
         wrapped = CkptError(error.strerror or str(error), where=str(error.filename or ""), code="system")
         text.show_error(wrapped, as_json=wants_json, command=name)
         return wrapped.exit_code
+    except ModuleNotFoundError as error:
+        missing = _not_installed(error, name)
+        if missing is None:
+            return _bug(error, wants_json)
+        text.show_error(missing, as_json=wants_json, command=name)
+        return missing.exit_code
     except Exception as error:
         if type(error).__name__ == "Abort":
             return _stopped()
@@ -96,6 +102,21 @@ def run(argv: Sequence[str]) -> int:
             return _bug(error, wants_json)
         text.show_error(usage, as_json=wants_json, command=name)
         return usage.exit_code
+
+
+def _not_installed(error: ModuleNotFoundError, command: str) -> CkptError | None:
+    """A package that ckptctl needs and that is not there, with the line that installs it; None for a module of ours."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "ckptctl"):
+        return None
+    needs = "ckptctl[verify]" if command == "verify" else "ckptctl"
+    return CkptError(
+        f"{package} is not installed, and ckptctl needs it",
+        where=sys.executable,
+        why=str(error),
+        fix=f"install it: pip install '{needs}'",
+        code="needs-install",
+    )
 
 
 def _output_is_json(argv: Sequence[str]) -> bool:

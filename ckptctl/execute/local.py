@@ -7,21 +7,20 @@ space(job)                      what it needs and what is free, for a dry run
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.errors import CkptError, Interrupted, SourceChanged, Usage
+from ckptctl.core.errors import CkptError, SourceChanged, Usage
 from ckptctl.execute.cast import require_casts
 from ckptctl.execute.checks import FileChecks, extent_crc
 from ckptctl.execute.files import read_all
 from ckptctl.execute.job import Budget, Job, Json, Outcome, Progress, Sizes, fitted, sizes_for, used_sources
 from ckptctl.execute.journal import Journal, Past, header_of, read_journal, require_same, source_marks
 from ckptctl.execute.memory import Stopped
+from ckptctl.execute.signals import terminable
 from ckptctl.execute.sources import Sources, seen
 from ckptctl.execute.system import cores, peak_rss, writing_failed
 from ckptctl.execute.target import (
@@ -43,7 +42,6 @@ from ckptctl.remote import places
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
-    from types import FrameType
 
     from ckptctl.plan.steps import Extent
 
@@ -72,8 +70,8 @@ def run(
     commit.
 
     Raises Usage (target there, or mixed up with the source), NoSpace, MissingFile, Damaged, Unsupported, SourceChanged
-    (on resume: another job; at the end: the source was written to), Interrupted (SIGTERM), CkptError with code busy,
-    write-failed or read-failed, and KeyboardInterrupt as it comes.
+    (on resume: another job; at the end: the source was written to), Interrupted (SIGTERM, SIGHUP), CkptError with code
+    busy, write-failed or read-failed, and KeyboardInterrupt as it comes.
     """
     started = time.monotonic()
     budget = budget or Budget()
@@ -87,7 +85,7 @@ def run(
         raise Usage("in place means that the target is the source", where=str(job.target), why=f"that is {job.root}")
     marks = source_marks(job)
     header = header_of(job, marks)
-    with _terminable():
+    with terminable():
         past = _left_complete(job.target)
         if past is not None and resume:
             require_same(past.header, header)
@@ -140,23 +138,6 @@ def _left_complete(target: Path) -> Past | None:
             return None
         partial.discard()
         return past
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM raises Interrupted within the context, where this is the thread that gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_: int, __: FrameType | None) -> None:
-        raise Interrupted("the job was told to stop", why="SIGTERM", fix="run the same command with --resume to go on")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 class _Run:

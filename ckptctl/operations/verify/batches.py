@@ -91,7 +91,26 @@ def batches(wanted: Wanted, steps: int, vocabulary: int) -> list[Batch]:
                 fix="labels are tokens, and -100 where there is no loss; a batch without any has no loss at all",
                 code="batches",
             )
+        _require_mask(batch, number)
     return made[:steps]
+
+
+def _require_mask(batch: Batch, number: int) -> None:
+    """Usage for an attention mask of other numbers than 0 and 1, or of a row that learns and may look at nothing."""
+    mask = batch.attention_mask
+    if mask is None:
+        return
+    learns = (batch.labels[:, 1:] != IGNORED).any(axis=1)
+    blind = np.flatnonzero(learns & ~mask.any(axis=1))
+    odd = mask[(mask != 0) & (mask != 1)]
+    if odd.size or blind.size:
+        why = f"has {odd[0]} in attention_mask" if odd.size else f"has an attention_mask of zeros in row {blind[0]}"
+        raise Usage(
+            f"batch {number} {why}",
+            why="it is 1 for a token and 0 for padding; a row without any token has nothing to learn from",
+            fix="correct the mask, or give that row's labels as -100",
+            code="batches",
+        )
 
 
 def _drawn(wanted: Wanted, step: int, vocabulary: int) -> Batch:

@@ -24,10 +24,20 @@ Document = dict[str, Any]
 
 LOSS: dict[str, float] = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-3, "float16": 2e-3}
 """By the type that is computed in, how far apart two losses may be that are not of equal bits by right."""
+_BASES = ("initial_lr", "max_lr", "min_lr", "lr_mult", "wd_mult")
+"""Of a group's settings, what schedules start from: torch's initial_lr, the others Megatron's."""
 RELATIVE: dict[str, float] = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-8}
 """By the narrowest type of a state, how far apart its numbers may be after the steps, over the tensor's largest."""
-SQUARES = 4.0
-"""How much wider that is for sums of squares (exp_avg_sq), where two programs computed in different orders."""
+
+
+def of_squares(relative: float) -> float:
+    """How far apart sums of squares (exp_avg_sq) may be, over the largest, where gradients are by `relative`.
+
+    A gradient g that is off by up to r of the tensor's largest G has a square that is off by up to
+    (|g| + rG)^2 - g^2 <= ((1 + r)^2 - 1) G^2, and the new sum is no smaller than its share of G^2: nothing in it
+    cancels. So of the sum, too, it is at most (1 + r)^2 - 1: a little over twice r.
+    """
+    return relative * (2 + relative)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +86,7 @@ class Measure:
             )
         else:
             out["relative"] = {self.dtype: RELATIVE[self.dtype]}
-            out["squares"] = {self.dtype: SQUARES * RELATIVE[self.dtype]}
+            out["squares"] = {self.dtype: of_squares(RELATIVE[self.dtype])}
             out["why"] = "the sides were computed by different programs"
         return out
 
@@ -165,6 +175,7 @@ def runs_unlike(sides: Sequence[Side]) -> tuple[list[Document], list[str]]:
         out.append(_found("", "loss scale", "value", f"{scales[0]:g} and {scales[1]:g}"))
     elif any(s not in (None, 1) for s in scales) and None in scales:
         notes.append(f"the loss scale is not compared: {scales[0]} and {scales[1]}")
+    out += _bases(sides)
     p, q = (side.checkpoint.step for side in sides)
     if p is not None and q is not None and p != q:
         if sides[0].checkpoint.format == sides[1].checkpoint.format:
@@ -172,6 +183,21 @@ def runs_unlike(sides: Sequence[Side]) -> tuple[list[Document], list[str]]:
         else:
             notes.append(f"the runs' own steps are {p} and {q}; formats count differently, so that is no difference")
     return out, notes
+
+
+def _bases(sides: Sequence[Side]) -> list[Document]:
+    """Groups in which a number differs that no step takes, and the schedules of later ones start from.
+
+    One a pair of numbers, under its first parameter. Where one side keeps none, nothing is said of it.
+    """
+    a, b = (side.settings for side in sides)
+    found: dict[tuple[str, Any, Any], str] = {}
+    for name in a:
+        for word in _BASES:
+            p, q = (s.get(name, {}).get(word) for s in (a, b))
+            if isinstance(p, (int, float)) and isinstance(q, (int, float)) and p != q:
+                found.setdefault((word, p, q), name)
+    return [_found(name, "group", "value", f"{word}: {p} and {q}") for (word, p, q), name in found.items()]
 
 
 def loss_scale(side: Side) -> float | None:
@@ -245,9 +271,10 @@ def _updates(x: Trained, y: Trained, measure: Measure, compared: Counter[str]) -
             continue
         gap, at, scale = _gap(x.samples.get(kind, []), y.samples.get(kind, []))
         if not measure.exact or width is not None:
-            allowed = RELATIVE[width or measure.dtype] * scale
-            allowed *= SQUARES if not measure.exact and kind.endswith("_sq") else 1
-            if gap <= allowed:
+            allowed = RELATIVE[width or measure.dtype]
+            if not measure.exact and kind.endswith("_sq"):
+                allowed = of_squares(allowed)
+            if gap <= allowed * scale:
                 continue
         detail = f"after the step, by up to {gap:.3g} in {len(x.samples.get(kind, []))} elements looked at"
         out.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckptctl.execute.signals import terminable
 from ckptctl.operations.verify.checking import checks
 from ckptctl.operations.verify.compare import compare, runs_unlike, schedules_unlike
 from ckptctl.operations.verify.device import deterministic
@@ -37,10 +38,22 @@ def verify(
 
     With a alone: against its own records, and a band of sanity. Reads both; writes nothing.
 
-    Unsupported (exit 3) without torch and Transformers, and for what cannot be trained on here.
+    Interrupted (exit 5) at SIGTERM and SIGHUP: no process and no scratch file is left. Unsupported (exit 3) without
+    torch and Transformers, and for what cannot be trained on here.
     """
     what = what or Verification()
     require_more(what)
+    with terminable("verify was told to stop", "run the same command again"):
+        return _verify(a, b, what, reading, progress)
+
+
+def _verify(
+    a: Path | str,
+    b: Path | str | None,
+    what: Verification,
+    reading: Reading | None,
+    progress: Callable[[str], None] | None,
+) -> Document:
     say = progress or (lambda text: None)
     torch_module()
     if not what.no_model:
@@ -103,7 +116,7 @@ def document(prepared: Prepared, records: Sequence[Record], what: Verification) 
             "tolerance": prepared.measure.described,
             "compared": judged.compared,
             "first": judged.first,
-            "cause": judged.cause,
+            "cause": judged.cause or next((d for d in differences if d["name"]), None),
             "differences": judged.differences,
         }
         return out

@@ -89,3 +89,27 @@ def test_labels_that_are_no_tokens_and_batches_without_a_loss_are_refused(labels
     file.write_text(json.dumps({"input_ids": [[1, 2, 3]], "labels": [labels]}))
     with pytest.raises(Usage, match=why):
         batches(Wanted(file), 1, 50)
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        ([[0, 0, 0], [0, 0, 0]], "zeros in row 0"),
+        ([[1, 1, 1], [0, 0, 0]], "zeros in row 1"),
+        ([[1, 2, 1], [1, 1, 1]], "has 2 in"),
+        ([[1, -1, 1], [1, 1, 1]], "has -1 in"),
+    ],
+)
+def test_a_mask_that_lets_nothing_be_seen_is_refused(mask, why, tmp_path):
+    file = tmp_path / "batch.json"
+    step = {"input_ids": [[1, 2, 3]] * 2, "attention_mask": mask}
+    file.write_text(json.dumps(step))
+    with pytest.raises(Usage, match=why):
+        batches(Wanted(file), 1, 50)
+
+
+def test_a_row_that_is_padding_alone_may_be_masked(tmp_path):
+    file = tmp_path / "batch.json"
+    step = {"input_ids": [[1, 2, 3]] * 2, "labels": [[1, 2, 3], [-100] * 3], "attention_mask": [[1, 1, 0], [0, 0, 0]]}
+    file.write_text(json.dumps(step))
+    assert len(batches(Wanted(file), 1, 50)) == 1

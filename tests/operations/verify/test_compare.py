@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ckptctl.core.checkpoint import Checkpoint
+import pytest
+
+from ckptctl.core.checkpoint import Checkpoint, Group, Optimizer
 from ckptctl.operations.verify.compare import Measure, compare, runs_unlike
 from ckptctl.operations.verify.record import Record, Trained
 from ckptctl.operations.verify.sides import Side
@@ -36,6 +38,22 @@ def test_a_loss_scale_that_differs_is_found_and_one_that_is_not_there_is_told():
     assert [(d["kind"], d["detail"]) for d in runs_unlike([side(256), side(512)])[0]] == [("loss scale", "256 and 512")]
     assert runs_unlike([side(256), side(None)]) == ([], ["the loss scale is not compared: 256.0 and None"])
     assert runs_unlike([side(1.0), side(None)]) == ([], [])
+
+
+def grouped(*bases, **more):
+    """A side of one parameter a group, with those settings."""
+    groups = tuple(Group((f"p{n}",), {"lr": 0.1, **base}) for n, base in enumerate(bases))
+    return Side("x", Checkpoint("torch", "", "x", (), {}, optimizer=Optimizer(groups)), "")
+
+
+@pytest.mark.parametrize("word", ["initial_lr", "max_lr", "min_lr", "lr_mult", "wd_mult"])
+def test_what_later_schedules_start_from_is_compared_without_a_schedule(word):
+    a, b = grouped({word: 0.5}, {word: 0.5}), grouped({word: 0.5}, {word: 7.0})
+    assert runs_unlike([a, a])[0] == []
+    assert [(d["name"], d["kind"], d["detail"]) for d in runs_unlike([a, b])[0]] == [
+        ("p1", "group", f"{word}: 0.5 and 7.0")
+    ]
+    assert runs_unlike([a, grouped({}, {})])[0] == []
 
 
 def test_equal_records_are_equal():

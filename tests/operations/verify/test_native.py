@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -294,29 +295,49 @@ def test_an_interpreter_that_is_not_there_is_said():
         run_ranks("run_torch", {}, 1, Launch("/nowhere/python"))
 
 
-def test_ranks_end_when_the_one_that_started_them_is_killed(tmp_path):
-    """The watch that every runner keeps, in a rank whose parent gets SIGKILL."""
-    rank = (
-        "import os, sys, time, types\n"
-        "package = types.ModuleType('ckptctl_native')\n"
-        f"package.__path__ = [{str(Path(launch.__file__).parent)!r}]\n"
-        "sys.modules['ckptctl_native'] = package\n"
-        "from ckptctl_native import rank\n"
-        "rank._die_with(os.getppid())\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
-        "time.sleep(600)\n"
-    )
+RESTING = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+from ckptctl.execute.signals import terminable
+from ckptctl.operations.verify.native import launch
+launch._START = (
+    "import os, runpy, subprocess, sys, time, types\\n"
+    "package = types.ModuleType('ckptctl_native')\\n"
+    "package.__path__ = [sys.argv[1]]\\n"
+    "sys.modules['ckptctl_native'] = package\\n"
+    "from ckptctl_native import rank\\n"
+    "folder = os.path.dirname(sys.argv[3])\\n"
+    "rank._die_with(int(os.environ['CKPTCTL_PARENT']), folder)\\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\\n"
+    "number = os.environ['RANK']\\n"
+    "for what, pid in (('pid', os.getpid()), ('pidchild', child.pid)):\\n"
+    "    written = {folder!r} + '/' + what + number\\n"
+    "    open(written + '.part', 'w').write(str(pid))\\n"
+    "    os.replace(written + '.part', written)\\n"
+    "time.sleep(600)\\n"
+)
+with terminable():
+    launch.run_ranks("run_torch", {{}}, 2, launch.Launch(sys.executable))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_leaves_no_rank_and_no_folder(tmp_path, number):
+    """What ranks started ends with them. After SIGKILL they see to it themselves."""
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    script = RESTING.format(root=str(ROOT), folder=str(tmp_path))
     parent = subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"]
+        [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.DEVNULL
     )
-    until = time.monotonic() + 30
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("pid*[01]"))) < 4:
+        assert parent.poll() is None
         assert time.monotonic() < until
         time.sleep(0.05)
-    pid = int((tmp_path / "pid").read_text())
-    parent.kill()
-    parent.wait()
-    while is_running(pid):
+    parent.send_signal(number)
+    parent.wait(30)
+    while left_running(tmp_path) or list(scratch.iterdir()):
         assert time.monotonic() < until
         time.sleep(0.05)
 

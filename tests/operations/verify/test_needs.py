@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 
 import pytest
 
 from tests.operations.verify.made import reading_of
-from tests.support.checkpoints import ckpt, needs_torch
+from tests.support.checkpoints import ROOT, ckpt, needs_torch
 from tests.support.commands import ckptctl
 
 
@@ -17,6 +19,21 @@ def test_without_torch_the_install_line_is_given(monkeypatch):
     assert done.code == 3
     assert done.error["code"] == "needs-install"
     assert "pip install 'ckptctl[verify]'" in done.error["fix"]
+
+
+def test_a_core_package_that_is_not_there_is_no_bug_of_ours():
+    """In a process of its own: what is imported once, stays."""
+    script = (
+        "import sys\nsys.modules['xxhash'] = None\nfrom ckptctl.cli.main import run\n"
+        f"sys.exit(run(['verify', {str(ckpt('torch/plain_legacy'))!r}, '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert error["code"] == "needs-install"
+    assert "xxhash" in error["what"]
+    assert "pip install 'ckptctl[verify]'" in error["fix"]
 
 
 @needs_torch

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -146,6 +147,7 @@ class Story:
         if self.number < len(self.job["batches"]) or self.done:
             return
         self.done = True
+        self.told["notes"] = list(session.notes)
         for name, kind, value in session.state():
             one = self.parameter(name)
             one["after"][kind], one["samples"][kind] = digest(value), samples(value, self.job["samples"])
@@ -185,7 +187,7 @@ def run(steps: Callable[[Data, Story], None]) -> None:
     rank = int(os.environ["RANK"])
     status = 1
     try:
-        _die_with(int(os.environ["CKPTCTL_PARENT"]))
+        _die_with(int(os.environ["CKPTCTL_PARENT"]), job["folder"])
         _settle(job, rank)
         story = Story(job)
         steps(job, story)
@@ -213,15 +215,33 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def _die_with(parent: int) -> None:
-    """End this process when the one that started it is gone: nothing else would."""
+def _die_with(parent: int, folder: str = "") -> None:
+    """End this process, and what it started, when the one that started it is gone: nothing else would.
+
+    The job's folder goes too: who made it can no longer remove it.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        os._exit(70)
+        if os.getpgrp() != os.getpid():
+            os._exit(70)
+        command = [sys.executable, "-I", "-S", "-c", _LAST, str(os.getpid()), folder]
+        subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)  # noqa: S603 (our own lines)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+_LAST = (
+    "import os, shutil, signal, sys, time\n"
+    "group, folder = int(sys.argv[1]), sys.argv[2]\n"
+    "os.killpg(group, signal.SIGKILL)\n"
+    "for _ in range(100):\n"
+    "    if not folder or not os.path.exists(folder): break\n"
+    "    shutil.rmtree(folder, ignore_errors=True)\n"
+    "    time.sleep(0.1)\n"
+)
+"""Ends a group of processes, and removes a folder into which another group may still write for a moment."""
 
 
 def _settle(job: Data, rank: int) -> None:

@@ -49,8 +49,32 @@ class DeepSpeed(Session):
         return out.loss, out.logits
 
     def backward(self, loss: Any) -> None:
-        """The engine's."""
+        """The engine's. Where it leaves out the loss scale that its optimizer will divide by, that is made good.
+
+        Stage 0 in fp16: gradients, and so moments, would be too small by the scale, and smaller than eps in the end.
+        Source: DeepSpeed 0.19.8, runtime/engine.py, backward, which scales the loss for a ZeROOptimizer alone;
+        runtime/fp16/unfused_optimizer.py, unscale_and_clip_grads; fused_optimizer.py likewise.
+        """
+        scale = self._scale()
+        if scale != 1.0 and self._whole_here():
+
+            def scaled(gradient: Any) -> Any:  # what arrives here is what the engine multiplied the loss by
+                if float(gradient) == scale:
+                    return gradient
+                if not self.notes:
+                    self.notes = (
+                        f"DeepSpeed {self.version} divides stage 0's gradients by the loss scale of {scale:g} without "
+                        "having multiplied the loss by it: here the loss is multiplied",
+                    )
+                return gradient.new_full(gradient.shape, scale)
+
+            loss.register_hook(scaled)
         self.engine.backward(loss)
+
+    def _scale(self) -> float:
+        """The loss scale of fp16; 1.0 elsewhere."""
+        found = getattr(self.wrapper, "loss_scale", None)
+        return float(found) if isinstance(found, (int, float)) and found else 1.0
 
     def update(self) -> None:
         """The engine's."""
@@ -69,7 +93,7 @@ class DeepSpeed(Session):
         from deepspeed.utils import safe_get_full_grad
 
         plain = self._whole_here()
-        scale = float(getattr(self.wrapper, "cur_scale", 1.0) or 1.0) if plain else 1.0
+        scale = self._scale() if plain else 1.0
         for name, parameter in self.net.named_parameters():
             if not parameter.requires_grad:
                 continue
