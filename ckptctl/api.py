@@ -193,6 +193,7 @@ def open(
     param_order: str | Path | None = None,
     module: str | None = None,
     key_map: str | Path | None = None,
+    layer_names: str | Path | None = None,
     replica: str | None = None,
     verify_replicas: bool = False,
 ) -> CheckpointView:
@@ -203,16 +204,22 @@ def open(
     checkpoint, _ = operations.open_checkpoint(
         near(path),
         operations.Reading(
-            model_config, format, step, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
+            model_config, format, step, param_order, module, key_map, layer_names, replica, verify_replicas
         ),
     )
     require_safe(checkpoint)
     return CheckpointView(checkpoint)
 
 
-def inspect(path: str | Path, *, model_config: str | Path | None = None, tensors: bool = False) -> dict[str, Any]:
+def inspect(
+    path: str | Path,
+    *,
+    model_config: str | Path | None = None,
+    layer_names: str | Path | None = None,
+    tensors: bool = False,
+) -> dict[str, Any]:
     """What `ckptctl inspect --json` prints."""
-    return operations.inspect(path, operations.Reading(model_config), tensors=tensors)
+    return operations.inspect(path, operations.Reading(model_config, layer_names=layer_names), tensors=tensors)
 
 
 def convert(
@@ -224,6 +231,7 @@ def convert(
     param_order: str | Path | None = None,
     module: str | None = None,
     key_map: str | Path | None = None,
+    layer_names: str | Path | None = None,
     replica: str | None = None,
     verify_replicas: bool = False,
     memory: str = "512MiB",
@@ -241,7 +249,7 @@ def convert(
     index_keys, bare, names, merge_adapter, module_prefix. TypeError for one that does not exist.
     """
     reading = operations.Reading(
-        model_config, None, None, param_order, module, key_map, replica=replica, verify_replicas=verify_replicas
+        model_config, None, None, param_order, module, key_map, layer_names, replica, verify_replicas
     )
     running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
     return operations.convert(src, dst, operations.Conversion(to, **flags), reading, running, progress=progress)
@@ -253,6 +261,7 @@ def reshard(
     *,
     model_config: str | Path | None = None,
     param_order: str | Path | None = None,
+    layer_names: str | Path | None = None,
     memory: str = "512MiB",
     jobs: int = 0,
     overwrite: bool = False,
@@ -265,7 +274,7 @@ def reshard(
     flags are the command's layout flags, with underscores: dp, tp, pp, vpp, ep, zero_stage, universal, megatron_format,
     optimizer, max_shard_size, ... Usage for one that the source's format does not take.
     """
-    reading = operations.Reading(model_config, param_order=param_order)
+    reading = operations.Reading(model_config, param_order=param_order, layer_names=layer_names)
     running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
     return operations.reshard(src, dst, reading, running, **flags)
 
@@ -279,6 +288,7 @@ def strip(
     in_place: bool = False,
     yes: bool = False,
     model_config: str | Path | None = None,
+    layer_names: str | Path | None = None,
     memory: str = "512MiB",
     jobs: int = 0,
     overwrite: bool = False,
@@ -290,7 +300,7 @@ def strip(
     return operations.strip(
         src,
         dst,
-        operations.Reading(model_config),
+        operations.Reading(model_config, layer_names=layer_names),
         running,
         keep=tuple(keep),
         drop=tuple(drop),
@@ -323,24 +333,36 @@ def push(
 
 
 def diff(
-    a: str | Path, b: str | Path, *, model_config: str | Path | None = None, memory: str = "512MiB", **flags: Any
+    a: str | Path,
+    b: str | Path,
+    *,
+    model_config: str | Path | None = None,
+    layer_names: str | Path | None = None,
+    memory: str = "512MiB",
+    **flags: Any,
 ) -> dict[str, Any]:
     """What `ckptctl diff` does; returns what its `--json` prints. flags.
 
     Weights, optimizer, state, ignore_dtype, only.
     """
-    return operations.diff(a, b, operations.Comparison(**flags), operations.Reading(model_config), memory=memory)
+    reading = operations.Reading(model_config, layer_names=layer_names)
+    return operations.diff(a, b, operations.Comparison(**flags), reading, memory=memory)
 
 
 def validate(
-    *paths: str | Path, model_config: str | Path | None = None, memory: str = "256MiB", **flags: Any
+    *paths: str | Path,
+    model_config: str | Path | None = None,
+    layer_names: str | Path | None = None,
+    memory: str = "256MiB",
+    **flags: Any,
 ) -> dict[str, Any]:
     """What `ckptctl validate` does; returns what its JSON report holds.
 
     flags are those of the command: level, checksums, against, select, ignore, fail_on, baseline, must_resume. TypeError
     for one that does not exist.
     """
-    return operations.validate(paths, operations.Validation(**flags), operations.Reading(model_config), memory=memory)
+    reading = operations.Reading(model_config, layer_names=layer_names)
+    return operations.validate(paths, operations.Validation(**flags), reading, memory=memory)
 
 
 def verify(
@@ -348,6 +370,7 @@ def verify(
     b: str | Path | None = None,
     *,
     model_config: str | Path | None = None,
+    layer_names: str | Path | None = None,
     batch: str | Path | None = None,
     rows: int = 4,
     columns: int = 32,
@@ -362,4 +385,4 @@ def verify(
     """
     wanted = operations.Batches(batch, rows=rows, columns=columns, seed=seed)
     what = operations.Verification(batch=wanted, **flags)
-    return operations.verify_training(a, b, what, operations.Reading(model_config))
+    return operations.verify_training(a, b, what, operations.Reading(model_config, layer_names=layer_names))

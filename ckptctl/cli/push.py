@@ -86,6 +86,7 @@ def add(app: typer.Typer) -> None:
         key_map: options.KEY_MAP = None,
         replica: options.REPLICA = None,
         verify_replicas: options.VERIFY_REPLICAS = False,
+        layer_names: options.LAYER_NAMES = None,
         dry_run: Annotated[
             bool, typer.Option("--dry-run", help="Say what would be sent; nothing is written here or on the Hub.")
         ] = False,

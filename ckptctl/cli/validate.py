@@ -81,6 +81,7 @@ def add(app: typer.Typer) -> None:
         key_map: options.KEY_MAP = None,
         replica: options.REPLICA = None,
         verify_replicas: options.VERIFY_REPLICAS = False,
+        layer_names: options.LAYER_NAMES = None,
         memory: options.MEMORY = "256MiB",
         jobs: options.JOBS = 0,
         quiet: options.QUIET = False,

@@ -105,6 +105,7 @@ def add(app: typer.Typer) -> None:
         key_map: options.KEY_MAP = None,
         replica: options.REPLICA = None,
         verify_replicas: options.VERIFY_REPLICAS = False,
+        layer_names: options.LAYER_NAMES = None,
         memory: options.MEMORY = "512MiB",
         json: options.JSON = False,
         quiet: options.QUIET = False,

@@ -143,6 +143,8 @@ class Checkpoint:
     unsupported: tuple[tuple[str, str], ...] = ()
     """(what, why) of parts whose values cannot be moved."""
     warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Files that are not there, without which no run goes on, though everything can be read without them."""
     quantized: str = ""
     """The quantization method where weights are packed: such tensors are copied byte for byte."""
     model_path: tuple[PathKey, ...] = ()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import WEIGHTS
-from ckptctl.core.errors import MissingFact
+from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.formats.registered import registered
 from ckptctl.formats.target import Line
 
@@ -26,14 +26,21 @@ if TYPE_CHECKING:
     from ckptctl.formats.target import Content
 
 
-def ordered(content: Content, groups: Sequence[Group], given: Sequence[str], instead: str) -> tuple[list[Group], str]:
+LIKE = "--like"
+
+
+def ordered(
+    content: Content, groups: Sequence[Group], given: Sequence[str], instead: str, flag: str = "--param-order"
+) -> tuple[list[Group], str]:
     """Groups with the parameters of each in order, and whose order that is. instead says what needs no order.
 
-    MissingFact where nothing says it and there is state to lay out.
+    given is the order that a flag gives: a file of names, or a run that the result is for (LIKE). Unsupported where
+    that run trains other parameters. MissingFact where nothing says it and there is state to lay out.
     """
     source, names = content.source, [n for g in groups for n in g.params]
     if given:
-        return _sorted(groups, _given(content, names, given)), "--param-order"
+        places = _of_run(content, names, given) if flag == LIKE else _given(content, names, given)
+        return _sorted(groups, places), flag
     is_own = _is_own(content, names)
     if is_own and (source.format == "deepspeed" or _is_numbered(content)):
         return list(groups), "the source's own"
@@ -41,8 +48,8 @@ def ordered(content: Content, groups: Sequence[Group], given: Sequence[str], ins
     for candidates in (names, [twins.get(n, n) for n in names]):
         family = registered(source.facts, candidates)
         if family is not None:
-            places = {p.name: i for i, p in enumerate(family)}
-            return _sorted(groups, {n: places[c] for n, c in zip(names, candidates, strict=True)}), "the family's"
+            at = {p.name: i for i, p in enumerate(family)}
+            return _sorted(groups, {n: at[c] for n, c in zip(names, candidates, strict=True)}), "the family's"
     if is_own and _as_registered(content, groups):
         return list(groups), "the source's own"
     if not content.states:
@@ -97,6 +104,27 @@ def _as_registered(content: Content, groups: Sequence[Group]) -> bool:
     places = {k.name: i for i, k in enumerate(content.source.tensors) if k.kind in WEIGHTS}
     at = [[places[n] for n in g.params if n in places] for g in groups]
     return all(a == sorted(a) for a in at)
+
+
+def _of_run(content: Content, names: Sequence[str], given: Sequence[str]) -> dict[str, int]:
+    """Places in the optimizer of the run that the result is for. Unsupported where it trains other parameters."""
+    places = {n: i for i, n in enumerate(given)}
+    for alias, owner in content.ties.items():
+        if owner not in places and alias in places:  # tied: the run calls it by its other name
+            places[owner] = places.pop(alias)
+    lost, strange = [n for n in names if n not in places], [n for n in places if n not in set(names)]
+    if lost or strange:
+        raise Unsupported(
+            f"--like: the run there does not train {lost[0]}"
+            if lost
+            else f"--like: the run there trains {strange[0]}, which the source does not",
+            where=content.source.root,
+            why=f"it trains {len(given)} parameters, the source {len(names)}; {len(lost)} and {len(strange)} of them "
+            "are the one's alone",
+            fix="give a checkpoint of the run that goes on: of the same model, with the same parameters frozen",
+            code="like-differs",
+        )
+    return places
 
 
 def _given(content: Content, names: Sequence[str], given: Sequence[str]) -> dict[str, int]:

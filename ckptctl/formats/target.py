@@ -150,6 +150,8 @@ class Choices:
     """No optimizer goes with the weights, nor is one to be made: a loader takes the model and nothing else."""
     param_order: tuple[str, ...] = ()
     """The names of the optimizer's parameters in its order, where the user gives them."""
+    order_flag: str = "--param-order"
+    """By which flag."""
     updates: int | None = None
     """How often the optimizer updated every parameter alike, for targets that say it once."""
 

@@ -159,6 +159,9 @@ def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:
         return False, "a pickle in it would run code"
     if checkpoint.damaged_state:
         return False, "the optimizer's state is damaged by its writer"
+    if checkpoint.missing:
+        more = f" (and {len(checkpoint.missing) - 1} more)" if len(checkpoint.missing) > 1 else ""
+        return False, f"{checkpoint.missing[0]} is not there{more}"
     state = state_of(checkpoint)
     lacking = [p for p in ("weights", "moments", "groups") if state[p] == "absent"]
     if lacking:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Unsupported
+from ckptctl.formats.order import LIKE
 from ckptctl.operations.opening import open_checkpoint, require_safe
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def _of_checkpoint(path: Path, wanted: Conversion) -> Likeness:
     return Likeness(str(path), said, tuple(n for g in groups for n in g.params))
 
 
-def order_of(like: Any, given: tuple[str, ...]) -> tuple[str, ...]:
-    """The parameters' order: the user's own, else that run's."""
-    return given or (like.param_order if isinstance(like, Likeness) else ())
+def order_of(like: Any, given: tuple[str, ...]) -> dict[str, Any]:
+    """The parameters' order, the user's own, else that run's; and by which flag it is given: fields of Choices."""
+    if not given and isinstance(like, Likeness):
+        return {"param_order": like.param_order, "order_flag": LIKE}
+    return {"param_order": given}

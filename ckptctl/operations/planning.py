@@ -62,7 +62,7 @@ def choices_of(wanted: Conversion, like: Any, reading: Reading | None) -> Choice
         vocab_divisor=wanted.vocab_divisor,
         layer_spec=wanted.layer_spec,
         like=like,
-        param_order=order_of(like, given_order(reading.param_order) if reading else ()),
+        **order_of(like, given_order(reading.param_order) if reading else ()),
     )
     if choices.max_shard_nbytes < 1:
         raise Usage("--max-shard-size must be at least 1 byte")

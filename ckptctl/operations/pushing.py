@@ -5,7 +5,7 @@ A Hugging Face folder's files are sent as they are. Anything else becomes one fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,7 +172,7 @@ def checked_document(
     """What `validate --level values` says in short, None with --no-check. CkptError where it finds errors."""
     if not wanted.check:
         return None
-    alone = Reading(reading.model_config, reading.format, None, reading.param_order, reading.module, reading.key_map)
+    alone = replace(reading, step=None)
     found = validate([path], Validation("values"), alone, memory=running.memory, jobs=running.jobs, progress=progress)
     if not found["ok"]:
         errors = [f for f in found["findings"] if f["severity"] == "error"]
@@ -240,7 +240,7 @@ def command(src: Path | str, wanted: Push, reading: Reading) -> str:
         ("--step", reading.step, None),
         ("--module", reading.module, None),
     ]
-    for name in ("model_config", "param_order", "key_map"):
+    for name in ("model_config", "param_order", "key_map", "layer_names"):
         given = getattr(reading, name)
         flags.append((f"--{name.replace('_', '-')}", Path(given).resolve().name if given is not None else None, None))
     flags += [("--include", p, None) for p in wanted.include] + [("--exclude", p, None) for p in wanted.exclude]
@@ -252,7 +252,7 @@ def command(src: Path | str, wanted: Push, reading: Reading) -> str:
 
 def without_paths(fidelity: Sequence[Document], src: Path | str, root: str, reading: Reading) -> list[Document]:
     """The report with names in place of this machine's paths, which are nobody's business on the Hub."""
-    given = [src, root, reading.model_config, reading.param_order, reading.key_map]
+    given = [src, root, reading.model_config, reading.param_order, reading.key_map, reading.layer_names]
     known = {str(p): Path(p).resolve().name for p in given if p is not None}
     known |= {str(Path(p).resolve()): name for p, name in known.items()}
     out = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ def push_steps(
     steps = [(n, [_local(f, run.root) for f in _files(local[n], run.root)]) for n in going]
     trackers = [_local(run.root / name, run.root) for name, n in run.trackers.items() if n in held]
     last = Parcel(trackers, {}, _pruning(run, held) if wanted.keep_last is not None else None)
-    alone = Reading(reading.model_config, reading.format, None, reading.param_order, reading.module, reading.key_map)
+    alone = replace(reading, step=None)
     about = inspect(local[going[-1]], alone)
     last.facts = _facts(about, src, wanted, reading, held)
     ends = [*trackers, *with_card(last, repository, tree)]

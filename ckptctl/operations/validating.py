@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 LEVELS: tuple[Level, ...] = ("header", "structure", "values")
 _BASELINE_LIMIT = 64 << 20
+_TRACKER = "tracker-names-missing-step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ def validate(
         _resumes(one, what, answer)
         _filter(one.found, what)
         named = [f.of(one.name if len(checked) > 1 else "") for f in one.found.findings]
-        findings += named
+        told = {f.kind for f in _trackers(one.path, "")}
+        findings += [f for f in named if f.kind not in told]
         rows.append(_row(one, answer, what.level))
     chosen = [f for f in findings if not what.select or _matches(f, what.select)]
     new = [f for f in chosen if f.fingerprint not in known]
@@ -222,10 +224,14 @@ def _trackers(path: Path, name: str) -> list[Finding]:
         if not file.is_file() or file.stat().st_size > 4096:
             continue
         said = read_whole(file, 4096).decode("utf-8", "replace").strip()
+        if not (said and said.isprintable() and "\ufffd" not in said):
+            if tracker.startswith("latest") and steps_of(path):
+                out.append(finding(_TRACKER, f"{tracker} names no step", file=tracker).of(name))
+            continue
         number = f"iter_{int(said):07d}" if said.isascii() and said.isdigit() and len(said) < 12 else said
         if said and said != "release" and "/" not in said and not (path / number).exists():
             what, why = f"{tracker} names {said[:80]}, which is not there", f"there is no {number[:80]}"
-            out.append(finding("tracker-names-missing-step", what, file=tracker, why=why).of(name))
+            out.append(finding(_TRACKER, what, file=tracker, why=why).of(name))
     return out
 
 
@@ -352,6 +358,8 @@ def _structure(found: Found, checkpoint: Checkpoint) -> None:
                 len(table)
         except CkptError as err:
             found.error(err, tensor=key.name)
+    for file in checkpoint.missing:
+        found.note("missing-file", "the file is not there", file=file, why="a run that goes on loads it")
     named = under_hub_names(checkpoint)
     check_model(found, named)
     check_state(found, named)

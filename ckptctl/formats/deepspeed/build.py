@@ -40,6 +40,8 @@ class Build:
     values: dict[str, Tree] = field(default_factory=dict)
     model_values: dict[str, Tree] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Files that a run needs and a reader does not."""
     layout: dict[str, int | None] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     stages: dict[int, dict[str, Shape]] = field(default_factory=dict)
@@ -181,6 +183,7 @@ class Build:
             unknown_globals=tuple(self.pile.unknown),
             unsupported=tuple(self.pile.unsupported),
             warnings=tuple(self.warnings),
+            missing=tuple(self.missing),
             gap_reason="zip headers, pickles and alignment; padding of flat groups",
             rounded_masters=True,
             about=self.about,

@@ -59,7 +59,7 @@ class Files:
 def find(path: Path) -> Files | None:
     """The files of the step that lies at path, or that its tracker names; None where nothing is DeepSpeed's.
 
-    MissingFile where the tracker names a step that is not there; Unsafe where it leads outside.
+    MissingFile where the tracker names a step that is not there, or no step at all; Unsafe where it leads outside.
     """
     if not path.is_dir():
         return None
@@ -69,6 +69,9 @@ def find(path: Path) -> Files | None:
     for tracker in TRACKERS:
         tag = _tracked(path / tracker)
         if tag is None:
+            continue
+        if not tag:
+            _require_no_steps(path, tracker)
             continue
         inner = _in(path, path / tag, tag, tracker)
         if inner.found:
@@ -85,15 +88,15 @@ def find(path: Path) -> Files | None:
 
 
 def _tracked(file: Path) -> str | None:
-    """The one word in a tracker; None where there is no such file, or it is something else."""
+    """The one word in a tracker, "" where it is empty or holds something else; None where there is no such file."""
     try:
-        if not file.is_file() or file.stat().st_size > _TRACKER_LIMIT:
+        if not file.is_file():
             return None
-        text = read_whole(file, _TRACKER_LIMIT).decode("utf-8").strip()
+        text = read_whole(file).decode("utf-8").strip() if file.stat().st_size <= _TRACKER_LIMIT else ""
     except (OSError, Unrecognised, ValueError):
-        return None
-    if not text or any(c in text for c in "\n\r\0"):
-        return None
+        return ""
+    if not text.isprintable():
+        return ""
     if text.startswith("/") or ".." in text.split("/"):
         raise Unsafe(
             f"{file.name} leads outside the checkpoint: {text!r}",
@@ -102,6 +105,20 @@ def _tracked(file: Path) -> str | None:
             code="path-escapes",
         )
     return text
+
+
+def _require_no_steps(path: Path, tracker: str) -> None:
+    """MissingFile where steps lie beside a tracker that names none: no loader takes one of them by itself."""
+    others = _others(path)
+    if others:
+        nbytes = (path / tracker).stat().st_size
+        raise MissingFile(
+            f"{tracker} names no step: it {f'has {nbytes} bytes, which are no name' if nbytes else 'is empty'}",
+            where=str(path / tracker),
+            why=f"steps there: {', '.join(others)}",
+            fix="write the step's name into it, or give the step's own folder",
+            code="tracker-names-missing-step",
+        )
 
 
 def _others(path: Path) -> list[str]:

@@ -5,6 +5,7 @@ Headers and pickles only. docs/formats/deepspeed.md says which files there are.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged, MissingFile, Unrecognised
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from ckptctl.core.dtype import DType
     from ckptctl.formats.deepspeed.folder import Files
     from ckptctl.formats.deepspeed.layout import Flat
+
+
+_NAMED_BY_STEP = re.compile(r"global_step(\d+)(?:_universal)?")
 
 
 def detect(path: Path) -> Evidence | None:
@@ -53,7 +57,16 @@ def read(path: Path, hints: Hints) -> Checkpoint:
     else:
         _regular(build, hints)
     read_beside(build)
+    _say_step(build)
     return build.checkpoint()
+
+
+def _say_step(build: Build) -> None:
+    """A word where a step's folder has another step's name: a run without a tracker is told by such names."""
+    name = build.files.tag.rpartition("/")[2] or build.files.root.name
+    named = _NAMED_BY_STEP.fullmatch(name)
+    if named is not None and build.step is not None and int(named[1]) != build.step:
+        build.warnings.append(f"the folder is called {name}, and its files are of step {build.step}")
 
 
 def _regular(build: Build, hints: Hints) -> None:
@@ -215,10 +228,24 @@ def _partitioned(build: Build, model: ModelFile, optims: dict[int, str], mp: int
         build.about["optimizer"] = "BF16_Optimizer"
     if shards[0].elastic:
         build.warnings.append("elastic checkpoint: lr, betas and weight decay of the param groups are in no file")
+    if stage == 3:
+        _say_missing(build, mp, count)
     if stage == 3 and model.module is None and not build.files.layers:
         raise Damaged("the model-states file has no module", where=model.path, code="zero-layout")
     data_first = bool(model.config.get("use_data_before_expert_parallelism"))
     return zero.of_shards(model, shards, data_first=data_first)
+
+
+def _say_missing(build: Build, mp: int, count: int) -> None:
+    """Ranks' model-states files of stage 3 that are not there: one is enough to read, while each rank loads its own."""
+    for d in range(count):
+        if (d, mp) not in build.files.shard_models:
+            name = f"zero_pp_rank_{d}_mp_rank_{mp:02d}_model_states.pt"
+            build.missing.append(build.files.where(name))
+            build.warnings.append(
+                f"{name} is not there: what it holds is in the other ranks' files too, but DeepSpeed "
+                "does not load the checkpoint without it"
+            )
 
 
 def _shard(build: Build, optims: dict[int, str], d: int, dp: int, mp: int) -> Shard:

@@ -133,7 +133,7 @@ def run_of(content: Content, choices: Choices) -> Run:
     whose = ""
     if not choices.universal:
         instead = "a folder written with --universal needs no order"
-        groups, whose = ordered(content, groups, choices.param_order, instead)
+        groups, whose = ordered(content, groups, choices.param_order, instead, choices.order_flag)
     experts = teams.counts(weights)
     stage = choices.zero_stage or 2
     if choices.weights_alone and stage != 3 and not choices.universal:

@@ -210,7 +210,7 @@ def opened_both(a: Path | str, b: Path | str, reading: Reading | None = None, *,
     from ckptctl.operations.opening import Reading
 
     reading = reading or Reading()
-    readings = [reading, replace(reading, key_map=None)]
+    readings = [reading, replace(reading, key_map=None, layer_names=None)]
     try:
         sides = [opened(p, r, optimizer=optimizer) for p, r in zip((a, b), readings, strict=True)]
     except MissingFact as err:
