@@ -142,7 +142,7 @@ VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="More detail on s
 NO_PROGRESS = Annotated[bool, typer.Option("--no-progress", help="No progress bar.")]
 
 ZERO_STAGE = Annotated[
-    int | None, typer.Option("--zero-stage", help="deepspeed: ZeRO stage, 1, 2 or 3.", metavar="S", show_default=False)
+    int | None, typer.Option("--zero-stage", help="deepspeed: ZeRO stage, 0 to 3.", metavar="S", show_default=False)
 ]
 UNIVERSAL = Annotated[bool, typer.Option("--universal", help="deepspeed: a universal folder, for any number of ranks.")]
 PP = Annotated[int | None, typer.Option("--pp", help="Pipeline stages.", metavar="N", show_default=False)]

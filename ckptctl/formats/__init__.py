@@ -165,7 +165,7 @@ def detect(path: Path) -> Evidence:
         return here
     if path.is_dir():
         foreign: list[Unsupported] = []
-        inner = [e for e in (_quiet(p, foreign) for p in _below(path)) if e is not None]
+        inner = _outermost([e for e in (_quiet(p, foreign) for p in _below(path)) if e is not None])
         if len(inner) == 1:
             return Evidence(inner[0].format, f"{inner[0].why}, in {inner[0].path.relative_to(path)}", inner[0].path)
         if inner:
@@ -199,6 +199,12 @@ def _quiet(path: Path, foreign: list[Unsupported]) -> Evidence | None:
     except Unsupported as err:
         foreign.append(err)
         return None
+
+
+def _outermost(found: list[Evidence]) -> list[Evidence]:
+    """Those that lie in no other: a step's folder inside of a run's is the run's."""
+    places = {e.path for e in found}
+    return [e for e in found if not places.intersection(e.path.parents)]
 
 
 def _below(path: Path) -> list[Path]:

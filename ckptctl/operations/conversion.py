@@ -63,6 +63,12 @@ LAYOUT_FLAGS = (
 """Fields of Conversion that are not for every target. max_shard_size has a default: it never contradicts."""
 
 
+def is_given(wanted: Conversion, name: str) -> bool:
+    """Whether a field says something: 0 does (a ZeRO stage)."""
+    value = getattr(wanted, name)
+    return bool(value) or (value == 0 and value is not False)
+
+
 def check_flags(wanted: Conversion) -> None:
     """Usage for flags that do not exist or contradict each other."""
     if wanted.to not in TARGETS:
@@ -71,12 +77,12 @@ def check_flags(wanted: Conversion) -> None:
         raise Usage(f"--dtype {wanted.dtype}: there is no such choice", fix=f"one of {', '.join(DTYPE_CHOICES)}")
     if wanted.weights not in WEIGHT_CHOICES:
         raise Usage(f"--weights {wanted.weights}: there is no such choice", fix=f"one of {', '.join(WEIGHT_CHOICES)}")
-    if wanted.zero_stage not in (None, 1, 2, 3):
-        raise Usage(f"--zero-stage {wanted.zero_stage}: there is no such stage to write", fix="one of 1, 2, 3")
+    if wanted.zero_stage not in (None, 0, 1, 2, 3):
+        raise Usage(f"--zero-stage {wanted.zero_stage}: there is no such stage to write", fix="one of 0, 1, 2, 3")
     if wanted.names not in (None, *NAME_CHOICES):
         raise Usage(f"--names {wanted.names}: there is no such choice", fix=f"one of {', '.join(NAME_CHOICES)}")
     for name in LAYOUT_FLAGS:
-        if getattr(wanted, name) and name not in wanted.target.flags:
+        if is_given(wanted, name) and name not in wanted.target.flags:
             flag = f"--{name.replace('_', '-')}"
             takers = ", ".join(t for t, target in TARGETS.items() if name in target.flags)
             raise Usage(f"{flag} is for --to {takers}, not for --to {wanted.to}", fix=f"leave {flag} out")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Unsupported
 from ckptctl.formats.order import LIKE
+from ckptctl.operations.conversion import is_given
 from ckptctl.operations.opening import open_checkpoint, require_safe
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def with_like(wanted: Conversion) -> tuple[Conversion, Any]:
     path = Path(wanted.like)
     own = f"ckptctl.formats.{wanted.to}.like"
     like = import_module(own).read(path) if find_spec(own) else _of_checkpoint(path, wanted)
-    said = {name: value for name, value in like.defaults.items() if not getattr(wanted, name)}
+    said = {name: value for name, value in like.defaults.items() if not is_given(wanted, name)}
     return replace(wanted, **said), like
 
 
@@ -55,7 +56,7 @@ def _of_checkpoint(path: Path, wanted: Conversion) -> Likeness:
         )
     layout = dict(checkpoint.layout)
     layout["dp"] = layout.get("dp") or layout.get("world_size")
-    said: dict[str, Any] = {a: layout[a] for a in _AXES if a in wanted.target.flags and layout.get(a)}
+    said: dict[str, Any] = {a: layout[a] for a in _AXES if a in wanted.target.flags and layout.get(a) is not None}
     if checkpoint.variant == "universal":
         said = {"universal": True}
     elif wanted.universal:

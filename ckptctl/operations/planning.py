@@ -55,7 +55,7 @@ def choices_of(wanted: Conversion, like: Any, reading: Reading | None) -> Choice
         index_keys=wanted.index_keys,
         bare=wanted.bare,
         module_prefix=wanted.module_prefix,
-        zero_stage=wanted.zero_stage or 2,
+        zero_stage=2 if wanted.zero_stage is None else wanted.zero_stage,
         universal=wanted.universal,
         megatron_format=wanted.megatron_format,
         optimizer=wanted.optimizer,

@@ -79,9 +79,8 @@ def reshard(
     wanted, like = with_like(wanted)
     if "zero_stage" in target.reshards:
         own_stage = None if wanted.universal else source.layout.get("zero_stage")
-        wanted = replace(
-            wanted, zero_stage=wanted.zero_stage or own_stage or 2, dp=wanted.dp or source.layout.get("dp")
-        )
+        stage = own_stage if wanted.zero_stage is None else wanted.zero_stage
+        wanted = replace(wanted, zero_stage=stage, dp=wanted.dp or source.layout.get("dp"))
     content, lines = content_of(source, wanted, own_names=True)
     mesh = mesh_of(source, wanted)
     choices = replace(choices_of(wanted, like, reading), own_names=target.own_names, **mesh)  # type: ignore[arg-type]

@@ -110,14 +110,14 @@ def _format(full: Checkpoint, source: Checkpoint, what: Kept) -> str:
 
 def _choices(full: Checkpoint, what: Kept, wanted: Conversion) -> Choices:
     """The source's own layout."""
-    mesh = mesh_of(full, wanted)
+    mesh, stage = mesh_of(full, wanted), full.layout.get("zero_stage")
     is_folder = full.format == "lightning" and full.variant == "sharded"
     choices = Choices(
         _SHARD_SIZE,
         own_names=full.format in ("dcp", "torch")
         and wanted.to == full.format
         and full.variant not in ("ranks", "fsdp1", "verl"),
-        zero_stage=full.layout.get("zero_stage") or 2,
+        zero_stage=2 if stage is None else stage,
         universal=full.variant == "universal",
         sharded=is_folder,
         weights_alone="optimizer" not in what.parts and "masters" not in what.parts,

@@ -43,3 +43,19 @@ def test_a_checkpoint_of_another_format_is_refused(to, tmp_path):
     error = refused("convert", ckpt(TORCH), tmp_path / "out", *flags)
     assert "--like: a checkpoint of" in error["what"]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("like", "said"),
+    [
+        ("zero1-dp2-bf16", "does not train model.layers.2"),
+        ("zero2-dp2-bf16", "trains model.embed_tokens.weight, which"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_its_parameters(like, said, tmp_path):
+    """Fewer layers; and parameters that the source's run kept frozen."""
+    source = ckpt("deepspeed/zero2-dp4-bf16-groups-frozen")
+    error = refused("reshard", source, tmp_path / "out", "--like", ckpt(f"deepspeed/{like}"))
+    assert error["code"] == "like-differs"
+    assert said in error["what"]
+    assert "--param-order" not in str(error)

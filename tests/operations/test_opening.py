@@ -73,6 +73,17 @@ def test_the_only_checkpoint_below_is_found(tmp_path):
     assert document("inspect", tmp_path / "files")["format"] == "torch"
 
 
+def test_a_step_inside_of_a_run_is_no_second_checkpoint(tmp_path):
+    """A Trainer's output folder holds the run's folder (by its pointer), and that the step's own."""
+    shutil.copytree(ckpt("deepspeed/zero1-dp2-bf16"), tmp_path / "run" / "checkpoint-3")
+    (tmp_path / "run" / "logs").mkdir()
+    found = document("inspect", tmp_path / "run")
+    assert found["step"] == 3
+    assert found["path"].endswith("checkpoint-3")
+    shutil.copytree(tmp_path / "run" / "checkpoint-3", tmp_path / "run" / "other")
+    assert refused("inspect", tmp_path / "run")["why"] == "checkpoint-3, other"
+
+
 def test_several_are_listed_and_none_is_guessed(tmp_path):
     for name in ("a", "b"):
         hf_save(tmp_path / "run" / name, {"w": arange(2)})

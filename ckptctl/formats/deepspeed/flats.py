@@ -90,11 +90,11 @@ def step(run: Run, made: TorchTree, name: str) -> Tree:
     return made.value(run.scalars.get((name, "step"))) if item is None else made.tensor(item)
 
 
-def scaling(run: Run) -> dict[str, Tree]:
+def scaling(run: Run, *, required: bool = False) -> dict[str, Tree]:
     """Loss scale and overflow: DeepSpeed's own object, as the source has it.
 
-    Where the source has none, what a run in bfloat16 or float32 has; of float16 nothing up to stage 2, so that the run
-    that loads keeps its own, and at stage 3, which wants one, a dynamic one at its beginning.
+    Where the source has none, what a run in bfloat16 or float32 has; of float16 nothing at stages 1 and 2, so that the
+    run that loads keeps its own, and where one is required, as at stage 3, a dynamic one at its beginning.
     Source: DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py; runtime/zero/stage_1_and_2.py, _load_global_state;
     runtime/zero/stage3.py, _rigid_load_state_dict.
     """
@@ -104,7 +104,7 @@ def scaling(run: Run) -> dict[str, Tree]:
     if isinstance(own, dict) and str(own.get("class", "")).startswith(_LOSS):
         name, inner = str(own["class"]).rpartition(".")[2], {k: v for k, v in own.items() if k != "class"}
     elif (known and dynamic) or (not known and run.dtype == "float16"):
-        if not known and run.stage != 3:
+        if not known and run.stage != 3 and not required:
             return {}
         name, inner, dynamic = "DynamicLossScaler", _dynamic(run), True
     else:

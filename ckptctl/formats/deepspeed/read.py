@@ -94,6 +94,7 @@ def _regular(build: Build, hints: Hints) -> None:
             build.model_values.update(model.module_values)
         if is_three:
             _frozen(build, first)
+            _say_valueless(build, first)
     renamed(build, layer_names)  # before weights are derived: a tied layer's masters have another name than it has
     for model in models.values():
         build.derive(model)
@@ -283,6 +284,26 @@ def _frozen(build: Build, first: ModelFile) -> None:
             ranks.append({n: opened.flat(r, f"the piece of {n}") for n, r in model.fragments.items()})
     for tensor in zero.fragments(first.frozen, ranks, str(files.root / files.tag)).values():
         build.put(tensor)
+
+
+def _say_valueless(build: Build, first: ModelFile) -> None:
+    """Parameters of stage 3 that have a place in module and nothing else: tied ones, where nothing says to which.
+
+    MissingFile without the first rank's file, which alone lists them; a warning else (DeepSpeed before 0.9).
+    Source: DeepSpeed 0.19.8, runtime/engine.py, _get_shared_params; a real run.
+    """
+    known = {*first.buffers, *first.shared, *(first.frozen or ()), *(n for g in first.shapes or () for n in g)}
+    lost = [n for n, r in (first.module or {}).items() if is_placeholder(r) and n not in known]
+    if lost and (0, 0) not in build.files.shard_models:
+        raise MissingFile(
+            f"the first rank's model-states file is not there, without which {lost[0]} has no value",
+            where=str(build.files.root / build.files.tag),
+            why="parameters that share one value are listed in it alone",
+            fix="copy zero_pp_rank_0_mp_rank_00_model_states.pt from where the run saved it",
+        )
+    if lost:
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        build.warnings.append(f"{lost[0]} has no value{more}: no file says with which parameter it shares one")
 
 
 def _describe(build: Build, first: ModelFile, is_three: bool, natives: dict[int, zero.Native]) -> None:

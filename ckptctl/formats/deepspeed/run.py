@@ -60,8 +60,13 @@ class Run:
 
     @property
     def has_shards(self) -> bool:
-        """Whether ranks have files of an optimizer: not at stage 0, which stands for the model alone."""
+        """Whether ranks have files of an optimizer: not at stage 0, which has it whole or not at all."""
         return self.stage > 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model-states file has the whole optimizer: stage 0, if there is state."""
+        return self.stage == 0 and bool(self.states)
 
     @property
     def has_settings(self) -> bool:
@@ -135,7 +140,7 @@ def run_of(content: Content, choices: Choices) -> Run:
         instead = "a folder written with --universal needs no order"
         groups, whose = ordered(content, groups, choices.param_order, instead, choices.order_flag)
     experts = teams.counts(weights)
-    stage = choices.zero_stage or 2
+    stage = choices.zero_stage
     if choices.weights_alone and stage != 3 and not choices.universal:
         stage = 0  # at stage 3 the weights are the shards' masters and nothing else
     if experts:

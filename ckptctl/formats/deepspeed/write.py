@@ -1,4 +1,4 @@
-"""ZeRO-1, 2 and 3 folders for any number of data-parallel ranks, as output segments.
+"""ZeRO-1, 2 and 3 folders for any number of data-parallel ranks, and stage 0, as output segments.
 
 Flat groups follow the optimizer's own groups and order. Masters and moments are float32 (a narrower source is widened,
 which is exact); module weights keep the run's type. Pickles name DeepSpeed's own classes, and are made here.
@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.core.output import OutputFile, Put
-from ckptctl.formats.deepspeed import flats, writeuniversal
+from ckptctl.formats.deepspeed import flats, writeuniversal, writewhole
 from ckptctl.formats.deepspeed.run import F32, ROUND_ROBIN, run_of
 from ckptctl.formats.deepspeed.writemodel import expert_tree, model_tree, torch_file
 from ckptctl.formats.target import Choices, Content, Line, Written
@@ -29,12 +29,18 @@ def write(content: Content, choices: Choices) -> Written:
     """The files of one step and its tracker. Unsupported for state that does not follow parameters."""
     run = run_of(content, choices)
     if choices.universal:
+        writeuniversal.require_place(run, choices.zero_stage)
         files = writeuniversal.files(run)
         how = f"universal, for stages 1 to {3 if writeuniversal.loads_at_three(run) else 2}"
+    elif run.is_whole:
+        writewhole.require_place(run)
+        files = list(_regular(run))
+        how = "stage 0, the whole optimizer in the model-states file"
+        how += "" if run.dtype == F32.name else ", for runs whose optimizer is not fused (no FusedAdam)"
     else:
         files = list(_regular(run))
         how = f"ZeRO-{run.stage} over {run.dp} ranks" + (f", experts over {run.ep} of them" if run.experts else "")
-    if not run.has_shards:
+    if not run.has_shards and not run.is_whole and not choices.universal:
         how = "one model-states file, for load_checkpoint(load_module_only=True): no optimizer is beside it"
         return Written(tuple(files), True, (Line("layout", "written", how),))
     order = f" in {run.whose} order" if run.whose else ""
@@ -45,7 +51,7 @@ def write(content: Content, choices: Choices) -> Written:
         if run.stage == 3 or choices.universal:
             why = "the source has none, and DeepSpeed takes them from here: set them before the first step"
         lines.append(Line("settings of param groups", "absent", why))
-    if run.was_dealt and run.stage != 3 and not choices.universal:
+    if run.was_dealt and run.stage in (1, 2) and not choices.universal:
         why = "flat groups are in the optimizer's own order: set it to false in the run's configuration, or DeepSpeed "
         why += "gives parameters each other's state"
         lines.append(Line(ROUND_ROBIN, "dropped", why))

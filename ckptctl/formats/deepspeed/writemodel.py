@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.output import OutputFile
 from ckptctl.core.values import OrderedPairs, Tree
-from ckptctl.formats.deepspeed import flats, teams
+from ckptctl.formats.deepspeed import flats, teams, writewhole
 from ckptctl.formats.deepspeed.zero import EXPERT
 from ckptctl.formats.pickles.nodes import SizeTuple
 from ckptctl.formats.torch.write import TorchTree
@@ -50,7 +50,7 @@ def model_tree(run: Run, rank: int, made: TorchTree) -> dict[str, Tree]:
     root: dict[str, Tree] = {
         "module": module,
         "buffer_names": list(run.buffers),
-        "optimizer": None,
+        "optimizer": writewhole.optimizer(run, made) if run.is_whole else None,
         "param_shapes": [_shapes(run, team) for _, team in run.flats(0)] if run.has_shards else None,
         "frozen_param_shapes": None if frozen is None else _shapes(run, _plain(frozen)),
         "shared_params": dict(content.ties),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptctl.core.errors import Unsupported
 from ckptctl.core.output import OutputFile, Put
 from ckptctl.formats.deepspeed import flats
 from ckptctl.formats.deepspeed.run import F32, WIDENED
@@ -52,6 +53,21 @@ def files(run: Run) -> list[OutputFile]:
     for name, item in frozen(run).items():
         out.append(torch_file(f"{tag}/zero/{name}/fp32.pt", run, partial(_param, item)))
     return out
+
+
+def require_place(run: Run, stage: int) -> None:
+    """Unsupported where a folder for one stage is asked for, and DeepSpeed has no form that goes on there as it was."""
+    if stage == 0:
+        raise Unsupported("no run of stage 0 loads a universal folder", fix="leave --universal or --zero-stage 0 out")
+    if stage == 3 and not loads_at_three(run):
+        raise Unsupported(
+            "a universal folder of this run cannot be loaded at stage 3 as it was",
+            where=run.content.source.root,
+            why="there DeepSpeed gives all param groups the first one's settings, counts the one step once for each "
+            "sub-group, and reads Adam's two moments and no other state",
+            fix="--zero-stage 3 without --universal, for the run's ranks; or --universal alone, for stages 1 and 2",
+            code="universal-stage-3",
+        )
 
 
 def loads_at_three(run: Run) -> bool:

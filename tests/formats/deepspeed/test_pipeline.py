@@ -9,6 +9,7 @@ import ckptctl
 from ckptctl.core.values import OrderedPairs
 from ckptctl.formats.pickles.nodes import SizeTuple
 from tests.formats.deepspeed.test_read import config_of, copied, source, stopped
+from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
 from tests.support.torchfiles import stored, torch_zip, v2
 
@@ -186,6 +187,23 @@ def test_names_by_the_user_are_those_of_the_family(tmp_path):
     good("convert", source(PIPE), tmp_path / "a", "--to", "torch", "--layer-names", names)
     good("convert", source(PIPE), tmp_path / "b", "--to", "torch", "--model-config", config_of(PIPE))
     assert document("diff", tmp_path / "a", tmp_path / "b", "--optimizer")["equal"]
+
+
+@pytest.mark.real
+def test_names_by_the_user_are_taken_wherever_a_source_is_read(tmp_path):
+    names = tmp_path / "names"
+    names.write_text("0 model.embed_tokens\n1 model.layers.0\n2 model.layers.1\n3 model.norm\n4 lm_head\n")
+    assert document("validate", source(PIPE), "--layer-names", names)["ok"]
+    good("strip", source(PIPE), tmp_path / "a", "--layer-names", names)
+    with ckptctl.open(tmp_path / "a") as view, ckptctl.open(source(PIPE), layer_names=names) as other:
+        assert set(dict(view.items())) == set(dict(other.items()))
+        assert "model.layers.1.mlp.up_proj.weight" in dict(view.items())
+    assert ckptctl.diff(source(PIPE), tmp_path / "a", layer_names=names)["equal"]
+    wrong = tmp_path / "wrong"
+    wrong.write_text("7 x")
+    for words in (["validate", source(PIPE)], ["strip", source(PIPE), tmp_path / "b"], ["verify", source(PIPE)]):
+        done = command(*words, "--layer-names", wrong)
+        assert done.code == 2 or (words[0] == "verify" and "needs torch" in done.err)
 
 
 @pytest.mark.real

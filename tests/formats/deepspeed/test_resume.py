@@ -33,12 +33,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "frozen": {"groups": "two", "frozen": True},
     "tied": {"groups": "three", "tied": True},
 }
-TARGETS = [*itertools.product(("1", "2", "3"), (1, 2, 3, 4)), ("universal", 1), ("universal", 2), ("universal", 3)]
+TARGETS = [
+    ("0", 2),
+    *itertools.product(("1", "2", "3"), (1, 2, 3, 4)),
+    ("universal", 1),
+    ("universal", 2),
+    ("universal", 3),
+]
 SAMPLE = {  # source: shape, stage, type, ranks -> targets
     ("two", 1, "bf16", 2): [("3", 3), ("2", 4), ("universal", 2)],
-    ("three", 3, "fp32", 2): [("1", 3), ("2", 1), ("3", 4)],
+    ("three", 3, "fp32", 2): [("1", 3), ("2", 1), ("3", 4), ("0", 2)],
     ("frozen", 2, "bf16", 3): [("3", 2), ("1", 1)],
-    ("frozen", 3, "bf16", 4): [("2", 2), ("3", 3)],
+    ("frozen", 3, "bf16", 4): [("2", 2), ("3", 3), ("0", 1)],
     ("tied", 0, "bf16", 1): [("1", 2), ("3", 2)],
     ("one", 0, "fp32", 2): [("2", 3)],
     ("one", 3, "bf16", 2): [("universal", 2)],

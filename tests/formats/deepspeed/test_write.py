@@ -7,6 +7,7 @@ import math
 import pytest
 
 import ckptctl
+from ckptctl.formats.deepspeed.opened import Pile
 from tests.formats.deepspeed.test_read import config_of, source
 from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
@@ -24,6 +25,7 @@ TARGETS = [
     ["--zero-stage", "2", "--dp", "3"],
     ["--zero-stage", "3", "--dp", "2"],
     ["--zero-stage", "3", "--dp", "37"],
+    ["--zero-stage", "0", "--dp", "2"],
     ["--universal"],
 ]
 
@@ -41,7 +43,8 @@ def test_every_layout_holds_the_very_same_state(name, words, tmp_path):
     if "--universal" not in words:
         assert (got["layout"]["zero_stage"], got["layout"]["dp"]) == (int(words[1]), int(words[3]))
         assert (tmp_path / "out" / "latest").read_text() == "global_step3"
-        assert len(list((tmp_path / "out" / "global_step3").glob("*optim_states.pt"))) == int(words[3])
+        shards = 0 if words[1] == "0" else int(words[3])
+        assert len(list((tmp_path / "out" / "global_step3").glob("*optim_states.pt"))) == shards
 
 
 @pytest.mark.real
@@ -222,3 +225,77 @@ def test_a_stage_that_is_none_is_wrong_usage(tmp_path):
     done = command("reshard", source("deepspeed/zero1-dp2-bf16"), tmp_path / "out", "--zero-stage", "4")
     assert done.code == 2
     assert "--zero-stage 4" in done.err
+
+
+# ---- stage 0 --------------------------------------------------------------------------------------------------------
+
+
+def tree_of(path):
+    """The pickle of a torch file as data, as a reader that knows no class sees it."""
+    with Pile(path).open("global_step3/mp_rank_00_model_states.pt") as opened:
+        return opened.root
+
+
+@pytest.mark.real
+def test_a_whole_optimizer_is_kept_by_numbers_in_the_order_of_the_groups(tmp_path):
+    """Stage 0 as stock DeepSpeed has it: torch's state dict by parameter, with the wrapper's masters by group."""
+    good("reshard", source("deepspeed/zero2-dp2-bf16-roundrobin"), tmp_path / "out", "--zero-stage", "0")
+    own, found = tree_of(source("deepspeed/zero0-dp2-bf16")), tree_of(tmp_path / "out")
+    assert list(found["optimizer"]) == list(own["optimizer"])
+    assert found["param_shapes"] is None
+    inner = found["optimizer"]["optimizer_state_dict"]
+    assert list(inner["state"]) == list(range(39))
+    assert list(inner["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+    decay, rest = inner["param_groups"]
+    assert decay["params"] + rest["params"] == list(range(39))
+    assert [len(g) for g in found["optimizer"]["fp32_groups"]] == [len(decay["params"]), len(rest["params"])]
+    with ckptctl.open(source("deepspeed/zero2-dp2-bf16-roundrobin")) as view:
+        names = [n for g in view.checkpoint.optimizer.groups for n in g.params]
+        for number, name in enumerate(names):
+            assert inner["state"][number]["exp_avg"].shape == view.state(name, "exp_avg").shape
+
+
+@pytest.mark.real
+def test_a_float32_run_has_no_wrapper(tmp_path):
+    good("reshard", source("deepspeed/zero3-dp4-fp32"), tmp_path / "out", "--zero-stage", "0")
+    assert list(tree_of(tmp_path / "out")["optimizer"]) == ["state", "param_groups"]
+
+
+@pytest.mark.real
+def test_a_dynamic_loss_scale_is_counted_by_the_wrapper(tmp_path):
+    good("reshard", source("deepspeed/zero2-dp2-fp16"), tmp_path / "out", "--zero-stage", "0")
+    own, found = tree_of(source("deepspeed/zero0-dp1-fp16"))["optimizer"], tree_of(tmp_path / "out")["optimizer"]
+    counted = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+    assert {k: found[k] for k in counted} == {k: own[k] for k in counted}
+
+
+@pytest.mark.real
+def test_stage_zero_stays_stage_zero(tmp_path):
+    a = source("deepspeed/zero0-dp2-bf16")
+    good("reshard", a, tmp_path / "out", "--dp", "4")
+    got = document("inspect", tmp_path / "out")
+    assert (got["layout"]["zero_stage"], got["layout"]["dp"]) == (0, 4)
+    assert document("diff", a, tmp_path / "out", "--optimizer", "--state")["differences"] == []
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("name", "words", "code"),
+    [
+        (MOE, ["--zero-stage", "0"], "unsupported"),
+        ("deepspeed/zero1-dp2-fp32-elastic", ["--zero-stage", "0"], "unsupported"),
+        ("deepspeed/zero2-dp4-bf16-groups-frozen", ["--zero-stage", "3", "--universal"], "universal-stage-3"),
+        (MOST, ["--zero-stage", "0", "--universal"], "unsupported"),
+    ],
+)
+def test_what_a_stage_has_no_form_for_is_refused(name, words, code, tmp_path):
+    error = refused("reshard", source(name), tmp_path / "out", *words)
+    assert error["code"] == code
+    assert "--zero-stage" in error["fix"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_stage_zero_is_for_deepspeed_alone(tmp_path):
+    done = command("convert", source(MOST), tmp_path / "out", "--to", "torch", "--zero-stage", "0")
+    assert done.code == 2
+    assert "--zero-stage is for --to deepspeed" in done.err
