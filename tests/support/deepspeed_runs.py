@@ -93,7 +93,8 @@ def config_of(job: Job) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1000000,
-        "zero_optimization": {"stage": job["stage"], **job.get("zero", {})},
+        # The linear layer that stage 3 puts in torch's place rounds otherwise, and stays for the jobs that follow.
+        "zero_optimization": {"stage": job["stage"], "memory_efficient_linear": False, **job.get("zero", {})},
         **job.get("config", {}),
     }
     if job["dtype"] != "fp32":
