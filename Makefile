@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 TORCH ?= torch==2.13.0
+# How many tests run at a time: auto, or a number.
+JOBS ?= auto
 PIP = -m pip --disable-pip-version-check
 SOURCES := pyproject.toml $(shell find ckptctl -name '*.py' -o -name '*.toml')
 
@@ -19,16 +21,16 @@ demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python fixtures/demo.py
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 test-verify: $(VENV)/verify
-	$(VENV)/bin/python -m pytest tests/operations/verify
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/operations/verify
 
 check: $(VENV)/installed
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/run.py $(if $(PYTHON_TORCH),--python-torch $(PYTHON_TORCH))
