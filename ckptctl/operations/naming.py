@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import names
 from ckptctl.core.checkpoint import OTHER, WEIGHTS, Checkpoint
-from ckptctl.core.errors import CkptError, Damaged, MissingFact
+from ckptctl.core.errors import CkptError, Damaged, MissingFact, Unsupported
 from ckptctl.core.regroup import regrouped
 from ckptctl.core.remake import Made, Native, Recipe, from_hub, remade, to_hub
 from ckptctl.core.tensor import Key
@@ -64,8 +64,26 @@ def for_target(source: Checkpoint, wanted: Conversion) -> tuple[Checkpoint, str]
     if wanted.target.in_memory and not wanted.names and naming == "disk" and _family(source) is not None:
         naming = _in_memory(source)
     if naming == had and not is_mixed(source, had):
-        return source, ""
-    return as_hub(source, had), naming
+        return fitting_config(source), ""
+    return as_hub(source, had, whole=True), naming
+
+
+def fitting_config(source: Checkpoint) -> Checkpoint:
+    """The source, once its config is known to be of its model: where names stay Megatron's, too, which need none.
+
+    The config says what is padding of the vocabulary, and a result carries it. Damaged where it describes another
+    model (see as_hub); a warning where its family has no names of Megatron's.
+    """
+    if source.naming != "megatron" or source.facts.config is None:
+        return source
+    try:
+        as_hub(source, "megatron", whole=True)
+    except (MissingFact, Unsupported) as err:
+        if _family(source) is not None and err.code != "family-unknown":
+            raise
+        told = f"whether the config is of this model is not known: {err.what}; of it, vocab_size is used"
+        return replace(source, warnings=(*source.warnings, told))
+    return source
 
 
 def _in_memory(source: Checkpoint) -> str:
@@ -119,10 +137,16 @@ def _called(naming: str) -> str:
     }[naming]
 
 
-def as_hub(checkpoint: Checkpoint, naming: str) -> Checkpoint:
-    """The checkpoint under the hub's names."""
+def as_hub(checkpoint: Checkpoint, naming: str, *, whole: bool = False) -> Checkpoint:
+    """The checkpoint under the hub's names. Damaged where the config is of another model, by names or shapes.
+
+    whole: also where a Megatron's checkpoint lacks parameters that the config describes.
+    """
     present = {k.name for k in checkpoint.tensors}
-    natives = [n for n in natives_of(checkpoint, naming, present) if n.name in present]
+    natives = natives_of(checkpoint, naming, present)
+    if whole and naming == "megatron":
+        _require_all(checkpoint, natives, present)
+    natives = [n for n in natives if n.name in present]
     if naming in ("torchtitan", "megatron"):
         _require_known(checkpoint, {n.name for n in natives} | set(_kept(present, naming)), naming)
     kept = _kept({k.name for k in checkpoint.tensors if k.kind in WEIGHTS}, naming)
@@ -130,6 +154,19 @@ def as_hub(checkpoint: Checkpoint, naming: str) -> Checkpoint:
         told = f"{len(kept)} weights of multi-token prediction keep Megatron's names, such as {kept[0]}"
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, told))
     return replace(renamed(checkpoint, to_hub(natives)), naming="")
+
+
+def _require_all(checkpoint: Checkpoint, natives: Iterable[Native], present: set[str]) -> None:
+    family = _family(checkpoint)
+    buffers = {b.name for b in family.buffers("disk")} if family is not None else set()
+    absent = [n.name for n in natives if n.name not in present and n.parts[0].hub.name not in buffers]
+    if absent:
+        raise Damaged(
+            f"the config describes a model with {len(absent)} more weights than the checkpoint has: {absent[0]}",
+            where=checkpoint.root,
+            fix="give the config of this model with --model-config",
+            code="config-weights-missing",
+        )
 
 
 def _kept(names: Iterable[str], naming: str) -> list[str]:
@@ -253,4 +290,4 @@ def _item(key: Key, made: Made, items: Mapping[Key, Item], tensors: dict[Key, Te
     return Item(own, replace(made.tensor, key=own), first.dtype)
 
 
-__all__ = ["as_hub", "for_target", "is_mixed", "named_for", "naming_of", "natives_of", "renamed"]
+__all__ = ["as_hub", "fitting_config", "for_target", "is_mixed", "named_for", "naming_of", "natives_of", "renamed"]

@@ -11,6 +11,7 @@ from ckptctl.formats import TARGETS
 from ckptctl.operations.content import content_of
 from ckptctl.operations.conversion import Conversion, check_flags
 from ckptctl.operations.likeness import with_like
+from ckptctl.operations.naming import fitting_config
 from ckptctl.operations.opening import Reading, fingerprint, open_movable
 from ckptctl.operations.planning import choices_of, planned_job
 from ckptctl.operations.running import Running, budget_of, check_of, require_apart, run_planned, source_document
@@ -76,6 +77,7 @@ def reshard(
         **flags,
     )
     check_flags(wanted)
+    source = fitting_config(source)
     wanted, like = with_like(wanted)
     if "zero_stage" in target.reshards:
         own_stage = None if wanted.universal else source.layout.get("zero_stage")

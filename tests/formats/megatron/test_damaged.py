@@ -96,6 +96,35 @@ def test_a_config_of_other_heads_is_refused(tmp_path):
     assert error["what"] == "the config says 8 attention heads, the checkpoint's args 4"
 
 
+@pytest.mark.parametrize(
+    ("changed", "code", "words"),
+    [
+        ({"num_key_value_heads": 1}, "config-shape-mismatch", "linear_qkv.weight is (64, 32), and should be (48, 32)"),
+        ({"num_hidden_layers": 6}, "config-weights-missing", "weights than the checkpoint has: decoder.layers.4."),
+        ({"num_hidden_layers": 2}, "names-unknown", "12 weights have names that Megatron's model has not"),
+        ({"attention_bias": True}, "config-weights-missing", "8 more weights than the checkpoint has"),
+        ({"intermediate_size": 64}, "config-shape-mismatch", "linear_fc1.weight is (96, 32), and should be (128, 32)"),
+    ],
+)
+def test_a_config_of_another_model_is_refused_where_names_stay(changed, code, words, tmp_path):
+    config = json.loads((truth_config(CLASSIC) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+    given = ("--model-config", tmp_path)
+    for call in (("reshard", ckpt(CLASSIC), tmp_path / "a", "--tp", "1"), ("convert", ckpt(CLASSIC), tmp_path / "b")):
+        to = ("--to", "megatron") if call[0] == "convert" else ()
+        error = refused(*call, *to, *given)
+        assert (error["exit_code"], error["code"]) == (3, code)
+        assert words in error["what"]
+    error = refused("convert", ckpt(CLASSIC), tmp_path / "c", "--to", "hf", "--no-optimizer", *given)
+    assert error["code"] == code
+
+
+def test_a_config_of_a_family_without_names_is_told_where_names_stay(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 131}))
+    told = document("reshard", ckpt(CLASSIC), tmp_path / "out", "--tp", "1", "--model-config", tmp_path)
+    assert any("whether the config is of this model is not known" in w for w in told["warnings"])
+
+
 def test_a_tensor_that_nobody_knows_is_refused_where_ranks_would_cut_it(tmp_path):
     run = copied(TIED, tmp_path)
     for file in run.glob("iter_*/mp_rank_*/model_optim_rng.pt"):
