@@ -1,6 +1,6 @@
 """Real megatron-core models of a checkpoint's args, against what its files hold. Run by a Python with megatron-core.
 
-    python mcore_model.py ITERATION_FOLDER ...
+    python mcore_model.py ITERATION_FOLDER ...        without folders, those that come on standard input, a line each
 
 For every rank the real GPTModel is built under a process group that only pretends, and its state dict is compared with
 the rank's file (classic) or its sharded state dict with the index (torch_dist). One JSON line a folder: differences.
@@ -212,11 +212,11 @@ def models_with_groups(args, rank):
 
 
 def main() -> None:
-    """One line of JSON a folder."""
-    for name in sys.argv[1:]:
-        folder = Path(name)
+    """One line of JSON a folder. Loading torch and Megatron takes far longer than a folder does."""
+    for name in sys.argv[1:] or sys.stdin:
+        folder = Path(name.rstrip("\n"))
         found = torch_dist(folder) if (folder / ".metadata").is_file() else classic(folder)
-        print("MODEL " + json.dumps({"folder": name, "differences": found}), flush=True)
+        print("MODEL " + json.dumps({"folder": str(folder), "differences": found}), flush=True)
 
 
 if __name__ == "__main__":
