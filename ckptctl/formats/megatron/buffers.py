@@ -114,7 +114,7 @@ def laid_out(params: list[Param], pp_rank: int, facts: Facts) -> Buffer:
     dp = facts.number("data_parallel_size", 1) * facts.number("context_parallel_size", 1)
     shared = facts.tied and facts.pp > 1
     if params and model.is_expert(params[0].name) and facts.ep > 1:
-        dp = max(1, dp // facts.ep)
+        dp = max(1, dp * facts.tp // (facts.ep * facts.etp))
     sizes = [(slot_name(p), math.prod(p.shape), shared and p.name in model.VOCABULARY) for p in params]
     first = all(p.chunk == 0 for p in params) and pp_rank == 0
     busbw = facts.flag("ddp_pad_buckets_for_high_nccl_busbw")

@@ -194,14 +194,23 @@ def _optimizer(tree: Tree, folder: Folder, out: Found) -> None:
 
 def _parts(tree: Tree, folder: Folder) -> list[Chained]:
     """The optimizers of common.pt. Where their groups are an object of every group of ranks, those of the first."""
-    if isinstance(tree, dict) and "param_state_sharding_type" in tree and "optimizer" not in tree:
-        items = folder.index.items
-        name = next((n for n in items if re.fullmatch(r"optimizer\.distributed\.dp_group_idx_0\.optimizer/.+", n)), "")
-        item = items.get(name)
-        if isinstance(item, ByteItem):
-            found = folder.object(item)
-            tree = {**(found if isinstance(found, dict) and "optimizer" in found else {"optimizer": found}), **tree}
-    return parts_of(tree, COMMON)
+    if isinstance(tree, dict) and tree and all(isinstance(k, int) for k in tree):
+        parts = [_with_groups(tree[k], folder, f"chained_{k}.") for k in sorted(tree)]
+        return parts_of(parts, COMMON)
+    return parts_of(_with_groups(tree, folder, ""), COMMON)
+
+
+def _with_groups(tree: Tree, folder: Folder, prefix: str) -> Tree:
+    """An optimizer of common.pt with the groups that are an object of its own, which bear the prefix of its place."""
+    if not isinstance(tree, dict) or "param_state_sharding_type" not in tree or "optimizer" in tree:
+        return tree
+    items = folder.index.items
+    pattern = re.escape(prefix) + r"optimizer\.distributed\.dp_group_idx_0\.optimizer/.+"
+    item = items.get(next((n for n in items if re.fullmatch(pattern, n)), ""))
+    if not isinstance(item, ByteItem):
+        return tree
+    found = folder.object(item)
+    return {**(found if isinstance(found, dict) and "optimizer" in found else {"optimizer": found}), **tree}
 
 
 def _require_right(params: list[Param], folder: Folder, out: Found) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.core.dtype import packed
 from ckptctl.core.errors import CkptError, Damaged, Unsupported
@@ -28,17 +28,17 @@ from ckptctl.formats.megatron.runargs import is_old_grouped
 from ckptctl.formats.torchfile.read import open_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptctl.formats.datafiles import DataFiles
     from ckptctl.formats.megatron.buffers import Buffer
     from ckptctl.formats.megatron.facts import Facts
     from ckptctl.formats.megatron.found import Found
+    from ckptctl.formats.megatron.model import Place
 
-_BUCKET = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.gbuf_idx_(\d{1,9})\.dtype_(.+)\.bucket_idx_(\d{1,9})\.(\w+)"
-)
-_OBJECT = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.param_state/shard_0_1")
+_GROUP = r"(?:chained_(\d{1,9})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,9})"
+_BUCKET = re.compile(_GROUP + r"\.gbuf_idx_(\d{1,9})\.dtype_(?:.+)\.bucket_idx_(\d{1,9})\.(\w+)")
+_OBJECT = re.compile(_GROUP + r"\.param_state/shard_0_1")
 
 
 def is_flat(index: Index) -> bool:
@@ -46,17 +46,27 @@ def is_flat(index: Index) -> bool:
     return any(_BUCKET.fullmatch(n) or _OBJECT.fullmatch(n) for n in index.items)
 
 
+class _Ranks(NamedTuple):
+    """Ranks that hold one set of buffers together: those of one optimizer, alike but for their data-parallel number."""
+
+    chained: int
+    """0: of all parameters but experts, where expert-parallel ranks have experts of their own; 1: of those."""
+    number: int
+    """As files number them."""
+    pp_rank: int
+    ep_rank: int
+    tp_rank: int
+
+    @property
+    def called(self) -> str:
+        """What their buffers and parameters go by while they are put together."""
+        return f"{self.chained}.{self.number}"
+
+
 class _Mesh:
     """The buffers of every rank: order and shapes of its parameters."""
 
     def __init__(self, params: list[Param], facts: Facts) -> None:
-        if facts.ep > 1:
-            raise Unsupported(
-                "moments in buffers of a run with expert parallelism are not read",
-                where=NAME,
-                fix="save with --dist-ckpt-optim-fully-reshardable, or in the classic format",
-                code="optimizer-unknown",
-            )
         if is_old_grouped(facts.args):
             raise Unsupported(
                 "moments in buffers of a run with GroupedMLP are not read",
@@ -71,18 +81,47 @@ class _Mesh:
         if self.tied and model.EMBEDDING in shapes:
             shapes[model.HEAD] = shapes[model.EMBEDDING]
         fused = facts.args.get("transformer_impl", "transformer_engine") != "local"
-        self.local = stages.local_shapes(shapes, facts.tp, NAME, fused=fused)
+        self.local: dict[str, model.Shape] = {}
+        for tp, experts in ((facts.tp, False), (facts.etp, True)):
+            cut = {n: s for n, s in shapes.items() if model.is_expert(n) == experts}
+            self.local |= stages.local_shapes(cut, tp, NAME, fused=fused)
         self.chunks = stages.chunks_of([p.name for p in params], facts, tied=self.tied)
         self._order = model.order_of(fused=fused, grouped=facts.flag("moe_grouped_gemm"))
 
-    def buffers(self, pp_rank: int) -> Iterator[tuple[list[Param], Buffer]]:
-        """The buffers of a stage in order: by chunk, then by type."""
+    def ranks(self) -> Iterator[_Ranks]:
+        """All sets of ranks with buffers of their own, in the order of their numbers.
+
+        Source: core_v0.16.1, core/optimizer/__init__.py, get_megatron_optimizer (data_parallel_group_idx is the rank
+        in the model-parallel group, for experts in that of tensor-, expert-parallel ranks and stages).
+        """
+        facts = self.facts
+        for number in range(facts.pp * facts.tp):
+            pp_rank, tp_rank = divmod(number, facts.tp)
+            yield _Ranks(0, number, pp_rank, 0, tp_rank)
+        if facts.ep > 1 and any(map(model.is_expert, self.of)):
+            for number in range(facts.pp * facts.ep * facts.etp):
+                rest, tp_rank = divmod(number, facts.etp)
+                yield _Ranks(1, number, *divmod(rest, facts.ep), tp_rank)
+
+    def buffers(self, ranks: _Ranks) -> Iterator[tuple[list[Param], Buffer]]:
+        """The buffers of some ranks in order: by chunk, then by type."""
         for chunk in range(self.facts.vpp):
-            names = sorted(self.chunks[pp_rank, chunk], key=self._order)
-            params = [Param(n, self.local[n], chunk, self._dtype(n)) for n in names]
+            names = [n for n in self.chunks[ranks.pp_rank, chunk] if self._is_of(n, ranks)]
+            params = [Param(n, self.local[n], chunk, self._dtype(n)) for n in sorted(names, key=self._order)]
             for dtype in dict.fromkeys(p.dtype for p in params):
                 of = [p for p in params if p.dtype == dtype]
-                yield of, laid_out(of, pp_rank, self.facts)
+                yield of, laid_out(of, ranks.pp_rank, self.facts)
+
+    def _is_of(self, name: str, ranks: _Ranks) -> bool:
+        if self.facts.ep == 1:
+            return True
+        experts = self.facts.experts // self.facts.ep
+        is_own = experts > 0 and model.expert_of(name) // experts == ranks.ep_rank
+        return model.is_expert(name) == bool(ranks.chained) and (is_own or not ranks.chained)
+
+    def place(self, name: str, ranks: _Ranks) -> Place:
+        """Where some ranks' part of a parameter lies in it."""
+        return stages.place(name, self.local, ranks.tp_rank, self.facts.etp if ranks.chained else self.facts.tp)
 
     def _dtype(self, name: str) -> str:
         return self.of[model.EMBEDDING if name == model.HEAD and self.tied else name].dtype
@@ -99,7 +138,7 @@ def is_shifted(params: list[Param], facts: Facts) -> bool:
         return several
     try:
         mesh = _Mesh(params, facts)
-        return any(placed.is_shifted for pp in range(facts.pp) for _, placed in mesh.buffers(pp))
+        return any(placed.is_shifted for ranks in mesh.ranks() for _, placed in mesh.buffers(ranks))
     except CkptError:
         return True
 
@@ -115,24 +154,23 @@ def states(index: Index, files: DataFiles, heads: Heads, params: list[Param], ou
 
 
 def _buckets(index: Index, heads: Heads, mesh: _Mesh) -> dict[Key, Tensor]:
-    facts, tensors = mesh.facts, {}
+    tensors: dict[Key, Tensor] = {}
     locals_: list[Native] = []
     wholes: list[Native] = []
-    by_place = {(int(m[1]), int(m[2]), int(m[4]), m[5]): n for n in index.items if (m := _BUCKET.fullmatch(n))}
-    kinds = sorted({k[3] for k in by_place})
-    for group in range(facts.tp * facts.pp):
-        pp_rank, tp_rank = divmod(group, facts.tp)
-        for gbuf, (of, placed) in enumerate(mesh.buffers(pp_rank)):
+    by_place = {(int(m[1] or 0), *map(int, m.group(2, 3, 4)), m[5]): n for n in index.items if (m := _BUCKET.fullmatch(n))}
+    kinds = sorted({k[-1] for k in by_place})
+    for ranks in mesh.ranks():
+        for gbuf, (of, placed) in enumerate(mesh.buffers(ranks)):
             for bucket, numel in enumerate(placed.unpadded):
                 members = [p for p in of if placed.slots[slot_name(p)].bucket == bucket]
-                raw = f"{group}.{gbuf}.{bucket}"
+                raw = f"{ranks.called}.{gbuf}.{bucket}"
                 for kind in kinds:
                     key = Key(raw, STATE_KEYS.get(kind, kind))
-                    tensors[key] = _bucket(
-                        index, heads, by_place.get((group, gbuf, bucket, kind)), key, numel, members, placed
-                    )
-                locals_.append(_parts(raw, numel, members, placed, group))
-            wholes += [_part_of_whole(p, group, tp_rank, mesh) for p in of]
+                    name = by_place.pop((ranks.chained, ranks.number, gbuf, bucket, kind), None)
+                    tensors[key] = _bucket(index, heads, name, key, numel, members, placed)
+                locals_.append(_parts(raw, numel, members, placed, ranks))
+            wholes += [_part_of_whole(p, ranks, mesh) for p in of]
+    _require_none(by_place.values())
     made = {k: m.tensor for k, m in remade(tensors, to_hub(locals_)).items()}
     joined = remade({k: replace(t, key=k) for k, t in made.items()}, to_hub(wholes))
     return {
@@ -140,6 +178,19 @@ def _buckets(index: Index, heads: Heads, mesh: _Mesh) -> dict[Key, Tensor]:
         for k, m in joined.items()
         if k.name in mesh.of and not (k.kind == "master" and mesh.of[k.name].dtype == "float32")
     }
+
+
+def _require_none(left: Iterable[str]) -> None:
+    """Unsupported where there are buffers that no rank of the mesh has by the model's order."""
+    name = next(iter(left), None)
+    if name is not None:
+        raise Unsupported(
+            f"{name} is of no rank by the args",
+            where=NAME,
+            why="which parameters a buffer holds follows from the mesh and the model's order",
+            fix="take the weights alone with --no-optimizer",
+            code="optimizer-buffers",
+        )
 
 
 def _bucket(
@@ -169,31 +220,31 @@ def _bucket(
     return Tensor(key, packed(chunks.dtype), (numel,), LazyTable(chunks, heads, chunks.file))
 
 
-def _parts(raw: str, numel: int, members: list[Param], placed: Buffer, group: int) -> Native:
+def _parts(raw: str, numel: int, members: list[Param], placed: Buffer, ranks: _Ranks) -> Native:
     """A bucket as the rank's parameters in it."""
     parts, shapes = [], []
     for p in members:
         slot = placed.slots[slot_name(p)]
         view, size = (numel,), (slot.numel,)
-        parts.append(Part(Key(_local(p, group)), view, (slot.start,), size, size, (0,), (0,)))
+        parts.append(Part(Key(_local(p, ranks)), view, (slot.start,), size, size, (0,), (0,)))
         shapes.append(p.shape)
     return Native(raw, (numel,), tuple(parts), tuple(shapes))
 
 
-def _local(param: Param, group: int) -> str:
-    return f"{group}:{slot_name(param)}"
+def _local(param: Param, ranks: _Ranks) -> str:
+    return f"{ranks.called}:{slot_name(param)}"
 
 
-def _part_of_whole(param: Param, group: int, tp_rank: int, mesh: _Mesh) -> Native:
+def _part_of_whole(param: Param, ranks: _Ranks, mesh: _Mesh) -> Native:
     """A rank's parameter as a part of the whole; a copy of what another rank has goes by a name of its own."""
-    place = stages.place(param.name, mesh.local, tp_rank, mesh.facts.tp)
+    place = mesh.place(param.name, ranks)
     size, zero = place.size, (0,) * len(place.size)
     axes = tuple(range(len(size)))
-    if mesh.whole(param.name) != param.name or (tp_rank and not place.cut):
-        part = Part(Key(f"copy {group} {param.name}"), size, zero, size, size, zero, axes)
-        return Native(_local(param, group), param.shape, (part,), (param.shape,))
+    if mesh.whole(param.name) != param.name or (ranks.tp_rank and not place.cut):
+        part = Part(Key(f"copy {ranks.called} {param.name}"), size, zero, size, size, zero, axes)
+        return Native(_local(param, ranks), param.shape, (part,), (param.shape,))
     part = Part(Key(param.name), size, zero, size, place.view, place.lo, axes)
-    return Native(_local(param, group), param.shape, (part,), (place.shape,))
+    return Native(_local(param, ranks), param.shape, (part,), (place.shape,))
 
 
 # ---- dp_zero_gather_scatter -----------------------------------------------------------------------------------------
@@ -201,11 +252,15 @@ def _part_of_whole(param: Param, group: int, tp_rank: int, mesh: _Mesh) -> Nativ
 
 def _objects(index: Index, files: DataFiles, mesh: _Mesh, out: Found) -> dict[Key, Tensor]:
     whole = Whole(out.whole.take, out.whole.verify)
+    every = {(r.chained, r.number): r for r in mesh.ranks()}
     for name, item in index.items.items():
         found = _OBJECT.fullmatch(name)
         if found is None or not isinstance(item, ByteItem):
             continue
-        pp_rank, tp_rank = divmod(int(found[1]), mesh.facts.tp)
+        ranks = every.get((int(found[1] or 0), int(found[2])))
+        if ranks is None:
+            _require_none([name])
+            continue
         path = files.folder / index.files[item.file]
         with FileBytes(
             path, item.offset, item.offset + item.length, name=f"{index.files[item.file]}, {name}"
@@ -218,7 +273,7 @@ def _objects(index: Index, files: DataFiles, mesh: _Mesh, out: Found) -> dict[Ke
             flat = [
                 states for buffers in by_number for states in (buffers.values() if isinstance(buffers, dict) else ())
             ]
-            buffers = list(mesh.buffers(pp_rank))
+            buffers = list(mesh.buffers(ranks))
             if len(flat) != len(buffers):
                 raise Unsupported(
                     f"{name} has {len(flat)} buffers, {len(buffers)} by the model's order",
@@ -228,7 +283,7 @@ def _objects(index: Index, files: DataFiles, mesh: _Mesh, out: Found) -> dict[Ke
                 )
             for states_, (of, placed) in zip(flat, buffers, strict=True):
                 span_of = partial(Span, file=item.file, opened=opened, reader=reader, base=item.offset)
-                _object_buffer(states_, of, placed, tp_rank, mesh, span_of, whole)
+                _object_buffer(states_, of, placed, ranks, mesh, span_of, whole)
     made = {k: replace(t, replicas=()) for k, t in whole.tensors()}
     out.warnings += whole.warnings()
     return made
@@ -238,7 +293,7 @@ def _object_buffer(
     states_: Tree,
     of: list[Param],
     placed: Buffer,
-    tp_rank: int,
+    ranks: _Ranks,
     mesh: _Mesh,
     span_of: Callable[[TensorRef], Span],
     whole: Whole,
@@ -259,10 +314,10 @@ def _object_buffer(
         for p in of:
             if kind == "master" and p.dtype == "float32":
                 continue
-            at = stages.place(p.name, mesh.local, tp_rank, mesh.facts.tp)
+            at = mesh.place(p.name, ranks)
             name = mesh.whole(p.name)
-            first = name == p.name and (at.cut or tp_rank == 0)
-            copy = None if first else (p.name, -1 if at.cut else tp_rank)
+            first = name == p.name and (at.cut or ranks.tp_rank == 0)
+            copy = None if first else (p.name, -1 if at.cut else ranks.tp_rank)
             alike = not at.cut or name != p.name or (mesh.tied and name == model.EMBEDDING)
             whole.put(replace(at, name=name), kind, span, copy, offset=placed.joined(slot_name(p)), compare=alike)
 

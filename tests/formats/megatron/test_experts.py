@@ -13,7 +13,7 @@ from ckptctl.core.tensor import Key
 from ckptctl.operations.opening import open_checkpoint
 from ckptctl.operations.tensors import TensorReader
 from tests.support.commands import document, good, refused
-from tests.support.dcpfiles import plain_pickle
+from tests.support.dcpfiles import Cut, plain_pickle, write_dcp
 from tests.support.torchfiles import stored, torch_zip, v2
 
 HIDDEN, FFN, EXPERTS, VOCAB, HEADS = 8, 12, 4, 16, 4
@@ -173,6 +173,88 @@ def test_experts_cut_so_that_files_cannot_hold_all_are_refused(tmp_path):
     said = args(tensor_model_parallel_size=4, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     save(tmp_path / "iter_0000007/mp_rank_00_000", said, dense(0, 4) | sequential([0, 1], 0, 1))
     assert "these hold not all of the rest" in refused("inspect", tmp_path / "iter_0000007")["why"]
+
+
+# ---- moments in buffers of torch_dist, experts apart -----------------------------------------------------------------
+
+ORDER = [*list(DENSE)[:6], *(f"{LAYER}mlp.experts.local_experts.{e}.linear_fc{i}.weight" for e in range(4) for i in (1, 2)),
+         *list(DENSE)[6:]]  # fmt: skip
+"""Registration order of a layer of experts."""
+
+
+def rank_s(name, rank, ranks):
+    """A rank's part of a parameter by its whole name."""
+    if name in DENSE:
+        array, axis = DENSE[name]
+        return part(array, axis, rank, ranks)
+    e = int(name.split(".")[6])
+    return first(e, rank, ranks) if "fc1" in name else part(DOWN[e], 1, rank, ranks)
+
+
+def bucket(names, rank, ranks, factor):
+    """A buffer's only bucket: parameters in reverse, each from a multiple of 64 elements; a chunk for each."""
+    boxes, at = [], 0
+    for name in [n for n in reversed(ORDER) if n in names]:
+        boxes.append(((at,), factor * rank_s(name, rank, ranks).ravel()))
+        stop = at + boxes[-1][1].size
+        at = -(-stop // 64) * 64
+        boxes.append(((stop,), np.zeros(at - stop, np.float32)))
+    del boxes[-1]  # no gap after the last
+    return Cut((boxes[-1][0][0] + boxes[-1][1].size,), [b for b in boxes if b[1].size])
+
+
+def by_bucket(folder, tp, ep, etp):
+    """torch_dist with dp_reshardable moments: an optimizer of the dense parameters, and one of the experts.
+
+    The second's groups of ranks go by expert-parallel rank, then by tensor-parallel rank within an expert.
+    """
+    said = args(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
+        data_parallel_size=ep * etp, use_distributed_optimizer=True,
+    )  # fmt: skip
+    items = {n: rank_s(n, 0, 1) for n in DENSE}
+    for e in range(EXPERTS):
+        for i in (1, 2):
+            name = f"{LAYER}mlp.experts.local_experts.{e}.linear_fc{i}.weight"
+            items[name.replace("local_experts", "experts")] = rank_s(name, 0, 1)
+    per = EXPERTS // ep
+    chained = [
+        [(list(DENSE), t, tp) for t in range(tp)],
+        [([n for n in ORDER if n not in DENSE and int(n.split(".")[6]) // per == e], t, etp) for e in range(ep) for t in range(etp)],
+    ]  # fmt: skip
+    for number, groups in enumerate(chained):
+        base = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "is_expert_parallel": number == 1, "step": 7}
+        both = [base | {"wd_mult": m, "weight_decay": 0.1 * m} for m in ((1.0, 0.0) if number == 0 else (1.0,))]
+        for group, (names, rank, ranks) in enumerate(groups):
+            key = f"chained_{number}.optimizer.distributed.dp_group_idx_{group}"
+            items[f"{key}.optimizer/shard_0_1"] = [{"param_groups": both}]
+            for kind, factor in (("param", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+                name = f"{key}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.{kind}"
+                items[name] = bucket(names, rank, ranks, factor)
+    write_dcp(folder, items)
+    kind = {"param_state_sharding_type": "dp_reshardable"}
+    root = {"args": said, "checkpoint_version": 3.0, "iteration": 7, "optimizer": {0: kind, 1: kind}}
+    (folder / "common.pt").write_bytes(plain_pickle(root))
+
+
+@pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 2, 1), (2, 2, 2), (2, 4, 1), (1, 2, 2)])
+def test_moments_of_experts_in_buffers_of_their_own(tp, ep, etp, tmp_path):
+    by_bucket(tmp_path / "run", tp, ep, etp)
+    require_whole(tmp_path / "run", moments=True)
+    good("reshard", tmp_path / "run", tmp_path / "out", "--tp", "2", "--ep", "1", "--dp", "1", "--megatron-format", "torch")
+    require_whole(tmp_path / "out", moments=True)
+
+
+def test_buffers_of_ranks_that_args_have_not_are_refused(tmp_path):
+    by_bucket(tmp_path / "run", 1, 4, 1)
+    said = args(tensor_model_parallel_size=1, expert_model_parallel_size=2, use_distributed_optimizer=True)
+    kind = {"param_state_sharding_type": "dp_reshardable"}
+    root = {"args": said, "checkpoint_version": 3.0, "iteration": 7, "optimizer": {0: kind, 1: kind}}
+    (tmp_path / "run" / "common.pt").write_bytes(plain_pickle(root))
+    assert refused("inspect", tmp_path / "run")["code"] == "optimizer-buffers"
+    said |= {"expert_model_parallel_size": 1}
+    (tmp_path / "run" / "common.pt").write_bytes(plain_pickle(root | {"args": said}))
+    assert refused("inspect", tmp_path / "run")["code"] == "optimizer-buffers"
 
 
 # ---- multi-token prediction ------------------------------------------------------------------------------------------
