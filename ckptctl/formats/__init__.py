@@ -40,6 +40,7 @@ class Hints:
     layer_names: what a pipeline's layers, which have numbers, are called.
     replica: which copy of a tensor that several ranks hold is taken where they differ: "first" or "last"; "": none, it
     is an error. verify_replicas: large copies without a checksum are read and compared, too.
+    weights_only: the optimizer's state is passed over where a reader would look into it to tell what it holds.
     """
 
     facts: Facts = field(default_factory=Facts)
@@ -48,6 +49,7 @@ class Hints:
     layer_names: Mapping[str, str] = field(default_factory=dict)
     replica: str = ""
     verify_replicas: bool = False
+    weights_only: bool = False
 
 
 class Reader(Protocol):

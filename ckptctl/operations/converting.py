@@ -43,7 +43,7 @@ def convert(
     running = running or Running()
     budget = budget_of(running)
     require_apart(running, Path(src), Path(dst))
-    source, evidence = open_movable(src, reading)
+    source, evidence = open_movable(src, reading, no_optimizer=wanted.no_optimizer)
     adapters: list[Line] = []
     if wanted.merge_adapter:
         source, adapters = merged(source, wanted.merge_adapter, wanted)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl import formats
 from ckptctl.core.checkpoint import OTHER, WEIGHTS, Checkpoint, Facts
-from ckptctl.core.errors import Damaged, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported, Usage
+from ckptctl.core.errors import CkptError, Damaged, MissingFact, MissingFile, Unrecognised, Unsafe, Unsupported, Usage
 from ckptctl.formats.bytesource import read_whole
 from ckptctl.names import quantized_by_names
 from ckptctl.names.keymap import KeyMap, key_map, recipes_of
@@ -38,6 +38,7 @@ class Reading:
     layer_names: Path | str | None = None
     replica: str | None = None
     verify_replicas: bool = False
+    weights_only: bool = False
 
 
 def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[Checkpoint, formats.Evidence]:
@@ -65,6 +66,7 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
         given_layers(reading.layer_names, evidence.format),
         reading.replica or "",
         reading.verify_replicas,
+        reading.weights_only,
     )
     checkpoint = reader.read(evidence.path, hints)
     if reading.replica is not None or reading.verify_replicas:
@@ -78,9 +80,21 @@ def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[C
     return (checkpoint if reading.key_map is None else mapped(checkpoint, Path(reading.key_map))), evidence
 
 
-def open_movable(src: Path | str, reading: Reading | None = None) -> tuple[Checkpoint, formats.Evidence]:
-    """A source that may be converted: safe, with tensors, one checkpoint, without slices that are unknown."""
-    source, evidence = open_checkpoint(src, reading)
+def open_movable(
+    src: Path | str, reading: Reading | None = None, *, no_optimizer: bool = False
+) -> tuple[Checkpoint, formats.Evidence]:
+    """A source that may be converted: safe, with tensors, one checkpoint, without slices that are unknown.
+
+    no_optimizer: an optimizer's state that cannot be read is passed over, with a warning: it is not wanted.
+    """
+    try:
+        source, evidence = open_checkpoint(src, reading)
+    except CkptError as err:
+        if not no_optimizer or not err.code.startswith("optimizer-"):
+            raise
+        source, evidence = open_checkpoint(src, replace(reading or Reading(), weights_only=True))
+        told = f"the optimizer's state is dropped unread: {err.what}" + (f" ({err.where})" if err.where else "")
+        source = replace(source, warnings=(*source.warnings, told))
     require_safe(source)
     require_tensors(source)
     require_one_source(evidence)

@@ -86,12 +86,13 @@ def read(path: Path, hints: Hints) -> Found:
     facts = _facts(path, members, hints)
     if any(n.startswith(FOLDER) for n in members):
         return _distributed(
-            path, {n.removeprefix(FOLDER): m for n, m in members.items() if n.startswith(FOLDER)}, facts
+            path, {n.removeprefix(FOLDER): m for n, m in members.items() if n.startswith(FOLDER)}, facts, hints
         )
     files = _ranks(path, members, facts)
     sizes = [(path.name, path.stat().st_size)]
     whole = Whole(hints.replica, hints.verify_replicas)
-    return classic.read_files(files, Found(facts, "nemo", whole, version=3.0, sizes=sizes), str(path))
+    out = Found(facts, "nemo", whole, version=3.0, sizes=sizes, weights_only=hints.weights_only)
+    return classic.read_files(files, out, str(path))
 
 
 def _open(path: Path, member: Member, name: str) -> FileBytes:
@@ -146,7 +147,7 @@ def _ranks(path: Path, members: dict[str, Member], facts: Facts) -> dict[Rank, F
     return out
 
 
-def _distributed(path: Path, members: dict[str, Member], facts: Facts) -> Found:
+def _distributed(path: Path, members: dict[str, Member], facts: Facts, hints: Hints) -> Found:
     common = members.get(dist.COMMON)
     if common is None:
         raise MissingFile(f"{FOLDER}{dist.COMMON} is not in the archive", where=str(path))
@@ -161,7 +162,8 @@ def _distributed(path: Path, members: dict[str, Member], facts: Facts) -> Found:
             index = read_index(reader)
     else:
         raise MissingFile(f"{FOLDER}{NAME} is not in the archive", where=str(path))
-    out = Found(facts, "nemo", fused=True, sizes=[(path.name, path.stat().st_size)])
+    own = [(path.name, path.stat().st_size)]
+    out = Found(facts, "nemo", fused=True, sizes=own, weights_only=hints.weights_only)
     out.sources.append(Source(""))
     return dist.read_parts(opened, root, _shifted(index, path, members), path.parent, out)
 

@@ -54,7 +54,9 @@ def read(path: Path, hints: Hints) -> Found:
         for rank, file in by_rank(path, facts).items()
     }
     whole = Whole(hints.replica, hints.verify_replicas)
-    return read_files(files, Found(facts, "classic", whole, version=version), str(path))
+    return read_files(
+        files, Found(facts, "classic", whole, version=version, weights_only=hints.weights_only), str(path)
+    )
 
 
 def read_files(files: Mapping[Rank, FileAt], out: Found, where: str) -> Found:
@@ -114,7 +116,7 @@ def _rank(file: FileAt, rank: Rank, out: Found) -> tuple[Tree, Counter[tuple[int
         _model(root, here, out)
         if _is_bare(root):
             return None, data
-        tree, beside = root.get("optimizer"), file.beside
+        tree, beside = None if out.weights_only else root.get("optimizer"), file.beside
         if tree is not None and beside is not None:
             parts = parts_of(tree, opened.path)
             if beside.is_file():

@@ -60,7 +60,8 @@ def read(path: Path, hints: Hints) -> Found:
             variant, index = "torch_dist", read_index(reader)
             sizes.append((NAME, reader.nbytes))
     whole = Whole(hints.replica, hints.verify_replicas)
-    out = Found(replace(facts, given=hints.facts.config or {}), variant, whole, fused=True, sizes=sizes)
+    given = replace(facts, given=hints.facts.config or {})
+    out = Found(given, variant, whole, fused=True, sizes=sizes, weights_only=hints.weights_only)
     for name in index.files:
         out.sources.append(Source(name))
         out.sizes.append((name, (path / name).stat().st_size if (path / name).is_file() else 0))
@@ -89,7 +90,7 @@ def read_parts(opened: TorchFile, root: Mapping[str, Tree], index: Index, path: 
     iteration = number_of(root.get("iteration", root.get("global_step")))
     out.iteration = iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else None
     _weights(folder, out)
-    if root.get("optimizer") is not None:
+    if root.get("optimizer") is not None and not out.weights_only:
         _optimizer(root["optimizer"], folder, out)
     _values(root, folder, out)
     return out
@@ -148,6 +149,8 @@ def _weights(folder: Folder, out: Found) -> None:
         if not isinstance(item, Chunks) or ".gbuf_idx_" in name:
             continue
         found = STATE.fullmatch(name)
+        if out.weights_only and (found or name.startswith(("optimizer.", "chained_"))):
+            continue
         kind, key = (KINDS.get(found[1], found[1]), found[2]) if found else ("weight", name)
         if not found and name.startswith(("optimizer.", "chained_")):
             raise Unsupported(

@@ -157,8 +157,9 @@ def _buckets(index: Index, heads: Heads, mesh: _Mesh) -> dict[Key, Tensor]:
     tensors: dict[Key, Tensor] = {}
     locals_: list[Native] = []
     wholes: list[Native] = []
-    by_place = {(int(m[1] or 0), *map(int, m.group(2, 3, 4)), m[5]): n for n in index.items if (m := _BUCKET.fullmatch(n))}
-    kinds = sorted({k[-1] for k in by_place})
+    found = {n: m for n in index.items if (m := _BUCKET.fullmatch(n))}
+    by_place = {(int(m[1] or 0), int(m[2]), int(m[3]), int(m[4]), m[5]): n for n, m in found.items()}
+    kinds = sorted({k[4] for k in by_place})
     for ranks in mesh.ranks():
         for gbuf, (of, placed) in enumerate(mesh.buffers(ranks)):
             for bucket, numel in enumerate(placed.unpadded):

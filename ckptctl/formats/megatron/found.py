@@ -46,6 +46,8 @@ class Found:
     iteration: int | None = None
     warnings: list[str] = field(default_factory=list)
     damaged_state: str = ""
+    weights_only: bool = False
+    """The optimizer is passed over."""
     version: float = 0.0
     """checkpoint_version of files that do not say theirs."""
 
