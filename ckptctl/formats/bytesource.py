@@ -137,6 +137,11 @@ class FileBytes:
                 "the file cannot be read", where=self.path, why=err.strerror or str(err), code="read-failed"
             ) from err
 
+    @property
+    def is_far(self) -> bool:
+        """Whether each read is a request to somewhere else."""
+        return self._far is not None
+
     def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Bytes [start, stop) that will be read soon: they come together where each read would be a request."""
         if self._far is not None:

@@ -9,7 +9,7 @@ Source: PKWARE APPNOTE.TXT 6.3.10; what torch writes: torch 2.13.0, caffe2/seria
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.formats.bytesource import FileBytes
@@ -48,8 +48,7 @@ _DIRECTORY_LIMIT = 1 << 26
 _COMMENT_LIMIT = 0xFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class ZipRecord:
+class ZipRecord(NamedTuple):
     """One record. start is its first payload byte in the reader; compressed_nbytes are there, nbytes decompressed.
 
     crc is that of the decompressed bytes, 0 where the writer did not compute it
@@ -91,7 +90,7 @@ def read_zip(reader: ByteSource) -> ZipDirectory:
     """
     count, size, at = _find_directory(reader)
     entries = _central(reader, reader.read(at, size), count, at)
-    if isinstance(reader, FileBytes):
+    if isinstance(reader, FileBytes) and reader.is_far:
         reader.expect(near_headers(entries, at))
     starts = check_locals(reader, entries, at)
     records: dict[str, ZipRecord] = {}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ckptctl.core.errors import Damaged
 
@@ -25,8 +24,7 @@ KNOWN_FLAGS = STREAMED | UTF8 | 0x0006
 """Bits 1 and 2 say how hard deflate tried."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A row of the central directory; offset is that of the local header. Sizes are bytes."""
 
     name: bytes

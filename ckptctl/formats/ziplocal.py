@@ -21,6 +21,7 @@ from ckptctl.formats.zipformat import (
 if TYPE_CHECKING:
     from ckptctl.formats.bytesource import ByteSource
 
+_SIGNED = struct.Struct("<4sIII")
 _WINDOW = 1 << 16
 _NEAR = 64
 """Bytes between a payload and the next header that are read with the header: a descriptor is 12 to 24."""
@@ -117,9 +118,13 @@ def _check_descriptor(reader: ByteSource, e: Entry, data: bytes, room: int) -> N
     """Compares what follows a payload with the directory: data are its first bytes, room all up to the next header."""
     if not e.flags & STREAMED or (room == 0 and e.nbytes == 0):
         return
+    said = data[:room]
+    is_short = max(e.compressed, e.nbytes) <= FULL32
+    if is_short and said.startswith(_SIGNED.pack(DESCRIPTOR, e.crc, e.compressed, e.nbytes)):  # most of them
+        return
     wide = struct.pack("<IQQ", e.crc, e.compressed, e.nbytes)
-    usual = struct.pack("<III", e.crc, e.compressed, e.nbytes) if max(e.compressed, e.nbytes) <= FULL32 else wide
-    if not data[:room].startswith((DESCRIPTOR + usual, DESCRIPTOR + wide, usual, wide)):
+    usual = struct.pack("<III", e.crc, e.compressed, e.nbytes) if is_short else wide
+    if not said.startswith((DESCRIPTOR + usual, DESCRIPTOR + wide, usual, wide)):
         there = data[: min(24, room)].hex(" ") or "nothing"
         why = f"{there} where checksum {e.crc:#010x} and sizes {e.compressed}, {e.nbytes} are due"
         bad(reader.path, f"the descriptor behind record {e} differs from the directory", why)

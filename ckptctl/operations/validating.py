@@ -248,7 +248,7 @@ def _one(
     root = path if path.is_dir() else path.parent
     found = Found(Path(os.path.abspath(root)))  # noqa: PTH100 (links are not to be followed)
     one = _Checked(name, path, found)
-    check_files(found, [path.name] if alone else None)
+    check_files(found, [path.name] if alone else None, jobs)
     if not alone:
         check_folder(found, what.level)  # type: ignore[arg-type]
     if what.level != "header":

@@ -15,6 +15,7 @@ from ckptctl.formats.pickles.calls import Call, check_key
 from ckptctl.formats.pickles.nodes import PersistentId, show
 from ckptctl.formats.pickles.objects import Finish, Fresh, Objects, append, memoized, put_state, set_items
 from ckptctl.formats.pickles.opcodes import OPCODES
+from ckptctl.formats.pickles.tensors import tensor_at
 from ckptctl.formats.pickles.text import COUNTED_BYTES, TEXT_VALUES
 
 if TYPE_CHECKING:
@@ -191,6 +192,10 @@ class Machine(Objects):
                 elif op == 0x4A:  # BININT
                     stack.append(i32(data, at + 1)[0])
                     at += 5
+                elif op == 0x8A:  # LONG1
+                    first = at + 2
+                    at = first + data[at + 1]
+                    stack.append(int.from_bytes(data[first:at], "little", signed=True))
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     first = at + 2
                     stop = first + data[at + 1]
@@ -210,9 +215,17 @@ class Machine(Objects):
                         stack.append(tail)
                         at += 1
                 elif op == 0x28:  # MARK
-                    marks.append(stack)
-                    stack = []
-                    at += 1
+                    run = None
+                    if data[at + 1] == 0x28 and not scattered and stack:
+                        run = tensor_at(data, at, memo, dense, read, self.reduce, self.persistent)
+                    if run is not None:
+                        stack[-1] = self.reduce(stack[-1], run.args)
+                        dense += run.puts
+                        at = run.stop
+                    else:
+                        marks.append(stack)
+                        stack = []
+                        at += 1
                 elif op == 0x58:  # BINUNICODE
                     first = at + 5
                     stop = first + u32(data, at + 1)[0]
@@ -285,10 +298,6 @@ class Machine(Objects):
                         raise ValueError("an object was never given its state")
                     return stack.pop()
                 # From here on: rare ones.
-                elif op == 0x8A:  # LONG1
-                    first = at + 2
-                    at = first + data[at + 1]
-                    stack.append(int.from_bytes(data[first:at], "little", signed=True))
                 elif op == 0x8B:  # LONG4
                     first = at + 5
                     at = first + u32(data, at + 1)[0]

@@ -13,6 +13,8 @@ from ckptctl.formats.pickles.opcodes import CODE, LINE, OPCODES, REFUSED
 HIGHEST_PROTOCOL = 5
 _MAX_LINE = 1 << 24
 _WINDOW = 1 << 22
+_SHORT_TEXT = 64
+"""Texts below this many bytes are passed over in C."""
 
 
 class Scan(NamedTuple):
@@ -130,7 +132,7 @@ def read_ids(data: bytes | memoryview, start: int, stop: int) -> frozenset[int]:
 
 
 def _fixed_runs() -> re.Pattern[bytes]:
-    """Matches opcodes whose length says nothing about others, one after the other, in C."""
+    """Matches opcodes whose length says nothing about others, and short texts, one after the other, in C."""
     by_size: dict[int, bytes] = {}
     for code, opcode in OPCODES.items():
         if opcode.operand >= 0 and not opcode.counted and opcode.name not in (*REFUSED, "STOP", "PROTO"):
@@ -138,6 +140,7 @@ def _fixed_runs() -> re.Pattern[bytes]:
     return re.compile(
         b"(?:"
         + b"|".join(b"[%b].{%d}" % (codes, n) if n else b"[%b]++" % codes for n, codes in sorted(by_size.items()))
+        + b"|X(?:%b)" % b"|".join(b"%b\\0\\0\\0.{%d}" % (re.escape(bytes([n])), n) for n in range(_SHORT_TEXT))
         + b")*+",
         re.S,
     )

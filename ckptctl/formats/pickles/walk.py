@@ -14,6 +14,7 @@ Path = tuple["Path", Tree] | None
 """A path as a chain: (the path of the parent, the key below it); None is the root."""
 
 _LEAVES = frozenset({str, bytes, int, float, bool, complex, bytearray, Global, NumpyArray, type(None)})
+_PLAIN_KEYS = {str, int}
 
 
 def walk(tree: Tree) -> Iterator[tuple[Path, Tree]]:
@@ -36,7 +37,8 @@ def walk(tree: Tree) -> Iterator[tuple[Path, Tree]]:
                 todo.append(((path, ""), node.attributes))
             todo.append(((path, ""), node.storage))
             continue
-        below = [(key, child) for key, child in _children(node) if type(child) not in leaves and id(child) not in seen]
+        pairs = node.items() if kind is dict and {*map(type, node)} <= _PLAIN_KEYS else _children(node)
+        below = [(key, child) for key, child in pairs if type(child) not in leaves and id(child) not in seen]
         if kind is Record:
             keep.extend(child for _, child in below)
         below.reverse()

@@ -34,6 +34,7 @@ _TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.tensor
 SLICES = ("DTensor", "ShardedTensor")
 """Classes of torch.distributed whose instances hold one rank's part of a tensor."""
 _REBUILD = "torch._utils._rebuild_"
+_WHOLE = {int}
 
 
 class Storages:
@@ -115,7 +116,7 @@ def _name(dtype: DType | None) -> str:
 
 
 def _ints(value: Tree) -> bool:
-    return isinstance(value, (tuple, list)) and all(type(n) is int for n in value)
+    return isinstance(value, (tuple, list)) and {*map(type, value)} <= _WHOLE
 
 
 def _tensor(args: tuple[Tree, ...], dtype: DType | None, metadata: Tree) -> Tree:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import CkptError, Unrecognised, Unsupported
 from ckptctl.core.values import Storage, TensorRef
@@ -16,6 +16,8 @@ from ckptctl.formats.st import header
 from ckptctl.formats.state import find
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchfile.sniff import refuse_other, sniff
+from ckptctl.operations.checks.forked import each
+from ckptctl.operations.checks.found import Found
 from ckptctl.operations.checks.pickled import TORCH_TAR, may_hide, members, safe_globals, tar_names, unread
 from ckptctl.remote import places
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptctl.core.errors import Severity
-    from ckptctl.operations.checks.found import Found
 
 TORCH = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".th", ".tar")
 _UNPICKLED = (".joblib", ".dat", ".data", ".npy", ".npz")
@@ -55,9 +56,11 @@ def linked_folders(path: Path) -> list[str]:
     ]
 
 
-def check_files(found: Found, wanted: list[str] | None = None) -> None:
+def check_files(found: Found, wanted: list[str] | None = None, jobs: int = 0) -> None:
     """Checks every file of the folder, or those wanted, each as far as its kind allows."""
-    pairs = [(n, found.root / n) for n in wanted] if wanted is not None else files_below(found.root)
+    pairs = [(n, found.root / n) for n in wanted] if wanted is not None else list(files_below(found.root))
+    apart = [(n, p) for n, p in pairs if p.name.lower().endswith(TORCH) and not p.is_symlink() and not places.at(p)]
+    told = dict(zip((n for n, _ in apart), each(lambda i: _apart(found.root, *apart[i]), len(apart), jobs), strict=True))
     for name in linked_folders(found.root) if wanted is None else ():
         if _link(found, name, found.root / name):
             found.unseen[name] = "it is a link to a folder"
@@ -65,14 +68,28 @@ def check_files(found: Found, wanted: list[str] | None = None) -> None:
         found.files.append(name)
         if path.is_symlink() and not _link(found, name, path):
             continue
-        try:
-            _file(found, name, path)
-        except CkptError as err:
-            found.unreadable.add(name)
-            found.error(err, name)
-        except (MemoryError, RecursionError) as err:
-            found.unreadable.add(name)
-            found.note("out-of-memory", "the file asks for more memory than there is", file=name, why=str(err))
+        if name in told:
+            found.take(told[name])
+        else:
+            _checked(found, name, path)
+
+
+def _apart(root: Path, name: str, path: Path) -> dict[str, Any]:
+    """What is found in one file, by itself."""
+    found = Found(root)
+    _checked(found, name, path)
+    return found.told()
+
+
+def _checked(found: Found, name: str, path: Path) -> None:
+    try:
+        _file(found, name, path)
+    except CkptError as err:
+        found.unreadable.add(name)
+        found.error(err, name)
+    except (MemoryError, RecursionError) as err:
+        found.unreadable.add(name)
+        found.note("out-of-memory", "the file asks for more memory than there is", file=name, why=str(err))
 
 
 def _link(found: Found, name: str, path: Path) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ckptctl.rules import Finding, Where, finding, from_error
+from ckptctl.rules import Finding, Where, by_kind, finding, from_error
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
     from typing import Unpack
 
@@ -86,6 +87,36 @@ class Found:
             place = Where(name, where[len(name) :].lstrip(", "))
             return replace(made, where=place)
         return replace(from_error(err, "", (), severity), where=Where(where))
+
+    def told(self) -> dict[str, Any]:
+        """What was found in files that were checked apart, as plain data: see take()."""
+        return {
+            "findings": [
+                (f.rule.kind, f.kind, f.severity, f.what, (f.where.file, f.where.tensor, f.where.field), f.why, f.fix)
+                for f in self.findings
+            ],
+            "more": [(*key, n - _LIMIT) for key, n in self._counts.items() if n > _LIMIT],
+            "archives": self.archives,
+            "names": {file: list(names) for file, names in self.names.items()},
+            "unreadable": sorted(self.unreadable),
+            "unseen": self.unseen,
+            "looked_at": self.looked_at,
+            "tensors": self.tensors,
+        }
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """Adds what told() gave."""
+        for rule, kind, severity, what, where, why, fix in told["findings"]:
+            self.add(Finding(by_kind(rule), kind, severity, what, Where(*where), why, fix))
+        for kind, severity, more in told["more"]:
+            self._counts[kind, severity] += more
+        self.archives += told["archives"]
+        self.names |= {file: tuple(names) for file, names in told["names"].items()}
+        self.unreadable.update(told["unreadable"])
+        for file, why in told["unseen"].items():
+            self.unseen.setdefault(file, why)
+        self.looked_at += told["looked_at"]
+        self.tensors += told["tensors"]
 
     def finish(self) -> None:
         """Says how many findings were left out."""
