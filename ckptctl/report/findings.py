@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from typing import TYPE_CHECKING, Any
-from xml.sax.saxutils import escape, quoteattr
 
 from ckptctl import __version__
 from ckptctl.report.text import clean, json_text
@@ -84,8 +84,12 @@ def _count(number: int, word: str) -> str:
 
 
 def _xml(value: str) -> str:
-    """Text that XML 1.0 can hold: other characters cannot even be escaped."""
+    """Text that XML 1.0 can hold, also in quotes: other characters cannot even be escaped."""
     return escape("".join(c if c in "\t\n" or c.isprintable() else "?" for c in value))
+
+
+def _quoted(value: str) -> str:
+    return f'"{_xml(value)}"'
 
 
 def junit(document: Document) -> str:
@@ -99,22 +103,22 @@ def junit(document: Document) -> str:
         cases = []
         for found in mine:
             head = (
-                f"    <testcase classname={quoteattr(_xml(found['kind']))} name={quoteattr(_xml(place(found) or name))}"
+                f"    <testcase classname={_quoted(found['kind'])} name={_quoted(place(found) or name)}"
             )
             if found["severity"] == "info":
                 cases.append(f"{head}><system-out>{_xml(sentence(found))}</system-out></testcase>")
                 continue
             failed += 1
             body = f"{sentence(found)}\n{found['fix']}"
-            message = quoteattr(_xml(found["what"]))
+            message = _quoted(found["what"])
             cases.append(
-                f"{head}><failure type={quoteattr(found['code'])} message={message}>{_xml(body)}</failure></testcase>"
+                f"{head}><failure type={_quoted(found['code'])} message={message}>{_xml(body)}</failure></testcase>"
             )
-        cases.append(f'    <testcase classname="ckptctl" name={quoteattr(_xml(f"{name} was looked at"))}/>')
+        cases.append(f'    <testcase classname="ckptctl" name={_quoted(f"{name} was looked at")}/>')
         failures = sum(f["severity"] != "info" for f in mine)
         total += len(cases)
         suites.append(
-            f'  <testsuite name={quoteattr(_xml(name))} tests="{len(cases)}" failures="{failures}" errors="0">\n'
+            f'  <testsuite name={_quoted(name)} tests="{len(cases)}" failures="{failures}" errors="0">\n'
             + "\n".join(cases)
             + "\n  </testsuite>"
         )

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 HEAD_NBYTES = 4096
 """What is read of an item's front at first; torch 2.13 puts the data of most items at byte 704."""
+_STARTS, _FRONTS = 4, 4096
+"""How many lengths of fronts are known, and how many fronts."""
 BYTE_ITEM_LIMIT = 256 << 20
 OBJECT_TENSOR_LIMIT = 16 << 20
 """The largest tensor inside a pickled object that is read, in bytes."""
@@ -44,6 +46,10 @@ class Heads:
     def __init__(self, files: DataFiles) -> None:
         self.files = files
         self._parsed: dict[bytes, TensorRef] = {}
+        self._fronts: dict[bytes, tuple[int, TensorRef]] = {}
+        """What was found, by all bytes before the data: tensors of one shape mostly have the same."""
+        self._starts: tuple[int, ...] = ()
+        """How long such fronts are."""
 
     def tensor(self, chunks: Chunks, row: int) -> tuple[int, TensorRef]:
         """(byte of the data within the item, decoded; the tensor as the item's pickle describes it)."""
@@ -61,8 +67,12 @@ class Heads:
         wanted = HEAD_NBYTES
         while True:
             head = self._head(reader, offset, length, chunks.codec, wanted, where)
+            found = self._known(head)
+            if found is not None:
+                return found
             found = self._locate(head, where, chunks.name)
             if found is not None:
+                self._know(head, found)
                 return found
             if len(head) < wanted or wanted > 1 << 24:
                 raise Damaged(
@@ -73,6 +83,19 @@ class Heads:
                     code="storage-missing",
                 )
             wanted *= 8
+
+    def _known(self, head: bytes) -> tuple[int, TensorRef] | None:
+        """What an item with the same front gave: all that _locate looks at stands before the data."""
+        return next((found for at in self._starts if (found := self._fronts.get(head[:at])) is not None), None)
+
+    def _know(self, head: bytes, found: tuple[int, TensorRef]) -> None:
+        at = found[0]
+        if at not in self._starts:
+            if len(self._starts) >= _STARTS:
+                return
+            self._starts = (*self._starts, at)
+        if at <= HEAD_NBYTES and len(self._fronts) < _FRONTS:
+            self._fronts[head[:at]] = found
 
     def _head(self, reader: FileBytes, offset: int, length: int, codec: str, wanted: int, where: str) -> bytes:
         if not codec:
@@ -188,18 +211,23 @@ class LazyTable(Sequence[PieceTable]):
         start = np.zeros(n, np.int64)
         strides = np.empty((n, len(c.shape)), np.int64)
         dense = True
+        same: dict[tuple[int, tuple[int, ...]], tuple[TensorRef, tuple[int, ...], bool]] = {}
         for row in range(n):
             size = tuple(c.size[row].tolist())
             if 0 in size:
                 strides[row] = dense_strides(size, item)
                 continue
             at, ref = self.heads.tensor(c, row)
-            self._agrees(ref, size, row, at, item)
+            known = same.get((id(ref), size))
+            if known is None:
+                self._agrees(ref, size, row)
+                want, have = dense_strides(size, item), tuple(s * item for s in ref.stride)
+                is_dense = all(a == b or k == 1 for a, b, k in zip(want, have, size, strict=True))
+                known = same[id(ref), size] = (ref, have, is_dense)
+            self._is_long_enough(ref, row, at, item)
             start[row] = at + ref.offset * item + (0 if c.codec else int(c.offset[row]))
-            want = dense_strides(size, item)
-            have = tuple(s * item for s in ref.stride)
-            strides[row] = have
-            dense = dense and all(a == b or k == 1 for a, b, k in zip(want, have, size, strict=True))
+            strides[row] = known[1]
+            dense = dense and known[2]
         return PieceTable(c.shape, item, c.lo, c.size, self.numbers, start, None if dense else strides)
 
     def _require_equal_copies(self) -> None:
@@ -222,13 +250,12 @@ class LazyTable(Sequence[PieceTable]):
                     code="replicas-differ",
                 )
 
-    def _agrees(self, ref: TensorRef, size: tuple[int, ...], row: int, at: int, item: int) -> None:
+    def _agrees(self, ref: TensorRef, size: tuple[int, ...], row: int) -> None:
         """The item must be what the index says.
 
         Torch's own loader does not look, and would cast or leave a hole in silence.
         """
-        c = self.chunks
-        where = f"{self.heads.files.names[int(c.file[row])]}, item at byte {int(c.offset[row])}"
+        c, where = self.chunks, self._where(row)
         if ref.dtype.name != c.dtype.name or ref.shape != size:
             raise Damaged(
                 f"an item of {c.name} is not what the metadata says",
@@ -247,10 +274,16 @@ class LazyTable(Sequence[PieceTable]):
                 why=f"element {last} of {ref.storage.numel}",
                 code="storage-size-mismatch",
             )
+
+    def _where(self, row: int) -> str:
+        return f"{self.heads.files.names[int(self.chunks.file[row])]}, item at byte {int(self.chunks.offset[row])}"
+
+    def _is_long_enough(self, ref: TensorRef, row: int, at: int, item: int) -> None:
+        c = self.chunks
         if not c.codec and at + ref.storage.numel * item > int(c.length[row]):
             raise Damaged(
                 f"an item of {c.name} is too short for its data",
-                where=where,
+                where=self._where(row),
                 why=f"{at + ref.storage.numel * item} bytes are needed, the item has {int(c.length[row])}",
                 code="data-truncated",
             )

@@ -231,7 +231,7 @@ def _names(opened: TorchFile) -> tuple[str, ...]:
         names = tuple(find(opened.root, lambda tree: isinstance(tree, TensorRef)).model)
     except CkptError:  # no state dict: what it is concerns its format's reader
         names = ()
-    return names or tuple(dict.fromkeys(tensors_in(opened).values()))
+    return names or (tuple(dict.fromkeys(tensors_in(opened).values())) if opened.storages else ())
 
 
 def tensors_in(opened: TorchFile) -> dict[str, str]:
