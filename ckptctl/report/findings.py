@@ -102,9 +102,7 @@ def junit(document: Document) -> str:
         mine = [f for f in document["findings"] if (f["checkpoint"] or names[0]) == name]
         cases = []
         for found in mine:
-            head = (
-                f"    <testcase classname={_quoted(found['kind'])} name={_quoted(place(found) or name)}"
-            )
+            head = f"    <testcase classname={_quoted(found['kind'])} name={_quoted(place(found) or name)}"
             if found["severity"] == "info":
                 cases.append(f"{head}><system-out>{_xml(sentence(found))}</system-out></testcase>")
                 continue

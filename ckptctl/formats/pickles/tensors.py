@@ -75,6 +75,7 @@ def tensor_at(
     return Run(made, puts, found.end())
 
 
+@lru_cache(1 << 12)
 def _number(code: bytes) -> int:
     """The operand of BINGET, LONG_BINGET, BININT, BININT1 or BININT2."""
     return code[1] if len(code) == 2 else int.from_bytes(code[1:], "little", signed=code[0] == 0x4A)

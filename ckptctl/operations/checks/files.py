@@ -60,7 +60,8 @@ def check_files(found: Found, wanted: list[str] | None = None, jobs: int = 0) ->
     """Checks every file of the folder, or those wanted, each as far as its kind allows."""
     pairs = [(n, found.root / n) for n in wanted] if wanted is not None else list(files_below(found.root))
     apart = [(n, p) for n, p in pairs if p.name.lower().endswith(TORCH) and not p.is_symlink() and not places.at(p)]
-    told = dict(zip((n for n, _ in apart), each(lambda i: _apart(found.root, *apart[i]), len(apart), jobs), strict=True))
+    made = each(lambda i: _apart(found.root, *apart[i]), len(apart), jobs)
+    told = {name: one for (name, _), one in zip(apart, made, strict=True)}
     for name in linked_folders(found.root) if wanted is None else ():
         if _link(found, name, found.root / name):
             found.unseen[name] = "it is a link to a folder"
