@@ -29,7 +29,7 @@ from ckptctl.operations.elsewhere import near, reads_hub
 from ckptctl.operations.naming import under_hub_names
 from ckptctl.operations.opening import TRACKERS, Reading, given_config, is_one_checkpoint, open_checkpoint, steps_of
 from ckptctl.remote import places
-from ckptctl.rules import SEVERITIES, Finding, finding, known_words
+from ckptctl.rules import SEVERITIES, Finding, by_kind, finding, known_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -174,6 +174,7 @@ def _matches(found: Finding, words: Sequence[str]) -> bool:
 
 def _filter(found: Found, what: Validation) -> None:
     if what.ignore:
+        found.ignored += [f for f in found.findings if _matches(f, what.ignore)]
         found.findings = [f for f in found.findings if not _matches(f, what.ignore)]
 
 
@@ -185,6 +186,8 @@ def _baseline(path: Path | None) -> frozenset[str]:
         if path.stat().st_size > _BASELINE_LIMIT:
             raise ValueError(f"it has {path.stat().st_size:,} bytes")
         found = json.loads(path.read_bytes())["findings"]
+        if not isinstance(found, list):
+            raise TypeError("its findings are no list")
         return frozenset(str(f["fingerprint"]) for f in found)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as err:
         why = f"{type(err).__name__}: {err}"
@@ -288,7 +291,8 @@ def _open(one: _Checked, path: Path, reading: Reading | None) -> None:
         one.checkpoint, _ = open_checkpoint(path, reading)
     except (Unsupported, MissingFact, Unrecognised) as err:
         is_known = err.code not in ("unsupported", "missing-fact", "unrecognised")
-        if isinstance(err, Unsupported) and is_known:
+        # Where the rule is no error nothing would be said of a checkpoint that was not looked at.
+        if isinstance(err, Unsupported) and is_known and by_kind(err.code).severity == "error":
             found.error(err)
         else:
             one.error = err
@@ -318,7 +322,8 @@ def _headers_only(one: _Checked, path: Path, reading: Reading | None, alone: boo
         found.unseen.update((f, err.what) for f in items)
         return
     for unsafe in checkpoint.unsafe:
-        _unsafe(found, unsafe)
+        if not alone or unsafe.file.partition(" (")[0].rpartition("/")[2] == path.name:
+            _unsafe(found, unsafe)
 
 
 def _unsafe(found: Found, unsafe: UnsafeGlobal) -> None:

@@ -74,7 +74,7 @@ def text(document: Document) -> str:
     counts, checked = document["counts"], document["checked"]
     lines.append(
         f"{_count(counts['error'], 'error')}, {_count(counts['warning'], 'warning')}, {counts['info']} info; "
-        f"{checked['tensors']} tensors in {_count(checked['files'], 'file')}, level {document['level']}"
+        f"{_count(checked['tensors'], 'tensor')} in {_count(checked['files'], 'file')}, level {document['level']}"
     )
     return "\n".join(lines) + "\n"
 

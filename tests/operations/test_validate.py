@@ -15,9 +15,10 @@ import safetensors.numpy
 from ckptctl.operations import Validation, validate
 from ckptctl.report import findings
 from ckptctl.report.findings import gitlab
+from tests.formats.megatron.test_damaged import replaced
 from tests.support.checkpoints import FIXTURES, ckpt
 from tests.support.commands import ckptctl, refused
-from tests.support.saving import torch_save
+from tests.support.saving import arange, torch_save
 
 BROKEN = FIXTURES / "broken"
 EXPECT = json.loads((BROKEN / "expect.json").read_text())
@@ -456,12 +457,13 @@ def test_many_lesser_findings_of_a_kind_hide_no_graver_one(tmp_path):
     assert report(tmp_path / "x.pkl", *words, code=0)["findings"] == []
 
 
-def test_what_is_ignored_does_not_answer_no():
+def test_what_is_ignored_answers_neither_yes_nor_no():
     path = BROKEN / "bin-crc-wrong"
     row = report(path, "--level", "values", code=1)["checkpoints"][0]
     assert row["intact"]["answer"] is False
     row = report(path, "--level", "values", "--ignore", "checksum-mismatch", code=0)["checkpoints"][0]
-    assert row["intact"]["answer"] is True
+    assert row["intact"]["answer"] is None
+    assert row["intact"]["why"] == "1 error left out as asked for (--ignore)"
 
 
 def test_a_baseline_hides_what_it_has_and_nothing_else(tmp_path):
@@ -585,3 +587,52 @@ def test_the_newest_step_is_the_one_that_the_run_calls_so(tmp_path):
     at_header = validate([tmp_path], Validation("header"))
     assert at_header["newest_resumable"] is None
     assert "newest that a run can go on from: not looked at" in findings.text(at_header)
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "question"),
+    [
+        ("header-truncated", "header-length-past-end.safetensors", "intact"),
+        ("CK2", "bin-truncated", "intact"),
+        ("pickle-calls-code", "bin-runs-code", "safe"),
+    ],
+)
+def test_an_error_that_is_left_out_makes_no_yes(kind, case, question):
+    row = report(BROKEN / case, "--level", "header", "--ignore", kind, code=0)["checkpoints"][0]
+    assert row[question]["answer"] is None
+
+
+@pytest.mark.parametrize("text", ['{"findings": {}}', '{"findings": "no"}', "{}", "[]", '{"findings": [1]}', "\x00"])
+def test_what_is_no_report_is_no_baseline(text, tmp_path):
+    (tmp_path / "base.json").write_text(text)
+    error = refused("validate", BROKEN / "ok-minimal.safetensors", "--baseline", tmp_path / "base.json", code=2)
+    assert "--baseline" in error["what"]
+
+
+def test_an_optimizer_s_index_lists_parameters(tmp_path):
+    """ColossalAI's: an index of parameters by number, sizes in MiB. Nothing of it is an error."""
+    save = {f"{n}": {"step": 3.0, "exp_avg": arange(2), "exp_avg_sq": arange(2)} for n in range(3)}
+    torch_save(tmp_path / "pytorch_optim-00001.bin", save)
+    index = {"metadata": {"total_size": 48 / 2**20}, "weight_map": dict.fromkeys(save, "pytorch_optim-00001.bin")}
+    (tmp_path / "pytorch_optim.bin.index.json").write_text(json.dumps(index))
+    assert report(tmp_path, "--level", "header", code=0)["findings"] == []
+    index["weight_map"]["3"] = "pytorch_optim-00001.bin"
+    (tmp_path / "pytorch_optim.bin.index.json").write_text(json.dumps(index))
+    (found,) = report(tmp_path, "--level", "header", code=1)["findings"]
+    assert (found["kind"], found["where"]["tensor"]) == ("tensor-not-in-shard", "3")
+
+
+def test_a_data_file_of_a_distributed_checkpoint_by_itself_is_refused(tmp_path):
+    source = next(ckpt("torch/fsdp2_dp2_dcp").rglob("__0_0.distcp"))
+    shutil.copy(source, tmp_path / "__0_0.distcp")
+    for level in ("header", "structure"):
+        error = refused("validate", tmp_path / "__0_0.distcp", "--level", level)
+        assert ".metadata" in error["why"]
+        report(source, "--level", level, code=0)
+
+
+def test_a_checkpoint_whose_optimizer_is_not_known_was_not_looked_at(tmp_path):
+    run = shutil.copytree(ckpt("megatron/qwen2_legacy_tp2pp2_tied"), tmp_path / "run")
+    for file in run.rglob("model_optim_rng.pt"):
+        replaced(file, b"param_groups", b"param_groupz")
+    assert refused("validate", run)["code"] == "optimizer-unknown"

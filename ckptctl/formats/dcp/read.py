@@ -22,7 +22,7 @@ from ckptctl.core.checkpoint import (
     UnsafeGlobal,
 )
 from ckptctl.core.dtype import DType, packed
-from ckptctl.core.errors import CkptError, Damaged, Unsupported
+from ckptctl.core.errors import CkptError, Damaged, Unrecognised, Unsupported
 from ckptctl.core.tensor import Key, Source, Tensor
 from ckptctl.core.values import Array, Held, Tree
 from ckptctl.formats import Evidence, Hints
@@ -57,9 +57,17 @@ class Leaf:
 
 
 def detect(path: Path) -> Evidence | None:
-    """A folder with a `.metadata` file or one a rank, or such a file itself."""
-    if (path.name == NAME or RANK_METADATA.fullmatch(path.name)) and path.is_file():
-        path = path.parent
+    """A folder with a `.metadata` file or one a rank, or one of its files. Unrecognised for a data file by itself."""
+    is_data = path.suffix == ".distcp" and path.is_file()
+    if is_data or ((path.name == NAME or RANK_METADATA.fullmatch(path.name)) and path.is_file()):
+        file, path = path, path.parent
+        if is_data and not (path / NAME).is_file() and not ranks_of(path):
+            raise Unrecognised(
+                f"{file.name} is a data file of a distributed checkpoint, and the others are not there",
+                where=str(file),
+                why=f"what is in it, and where, stands in {NAME}, which would be beside it",
+                fix="give the whole folder",
+            )
     if path.is_dir() and (path / NAME).is_file():
         return Evidence("dcp", f"it holds {NAME}", path)
     if path.is_dir() and (ranks := ranks_of(path)):

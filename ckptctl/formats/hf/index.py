@@ -26,6 +26,7 @@ _INDEX_LIMIT = 1 << 26
 """Bytes of an index that are read: half a million tensors."""
 _METADATA_LIMIT = 1 << 20
 _PROBLEM_LIMIT = 200
+_MIB = 1 << 20
 _SEVERITY: dict[str, Severity] = {
     "total-size-missing": "warning",
     "total-size-mismatch": "warning",
@@ -49,16 +50,22 @@ class Index:
 
     @property
     def total_size(self) -> int | None:
-        """Bytes of all tensors as the index says, None where it says nothing usable. Some writers give a float."""
+        """Bytes of all tensors as the index says, None where it says nothing usable. Some writers give a float.
+
+        A float that is no whole number counts MiB, as ColossalAI does.
+        Source: ColossalAI 0.5.0, colossalai/checkpoint_io/utils.py, calculate_tensor_size.
+        """
         value = self.metadata.get("total_size")
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value in (1e999, -1e999):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e999:
             return None
-        return int(value) if value == int(value) and value >= 0 else None
+        if value == int(value):
+            return int(value)
+        return int(value * _MIB) if value * _MIB == int(value * _MIB) else None
 
     def check_total(self, nbytes: int) -> CkptError | None:
         """A warning where the shards hold nbytes of tensors and the index says another number."""
         said = self.total_size
-        if said is None or said == nbytes:
+        if said is None or said == nbytes or (isinstance(self.metadata["total_size"], float) and said * _MIB == nbytes):
             return None
         what = f"the index says {said - nbytes:+,} bytes against what the shards hold"
         why = f"metadata.total_size is {said:,}, the tensors are {nbytes:,} bytes"

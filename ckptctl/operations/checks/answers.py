@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptctl.operations.checks.found import Found
+    from ckptctl.rules import Finding
 
 
 def answered(answer: bool | None, why: str) -> dict[str, Any]:
@@ -14,19 +15,37 @@ def answered(answer: bool | None, why: str) -> dict[str, Any]:
 
 
 def intact(found: Found) -> dict[str, Any]:
-    """Whether nothing is damaged."""
-    errors = [f for f in found.findings if f.severity == "error"]
-    count = sum(
-        f.rule.question == "intact" or (f.rule.question == "resumable" and f.kind != "not-resumable") for f in errors
-    )
-    return answered(not count, f"{count} error{'' if count == 1 else 's'}" if count else "nothing found")
+    """Whether nothing is damaged. None where there are errors that are not to be told."""
+    count, hidden = (sum(map(_damages, some)) for some in (found.findings, found.ignored))
+    if hidden and not count:
+        return answered(None, _left_out(hidden))
+    return answered(not count, _errors(count) if count else "nothing found")
+
+
+def _damages(one: Finding) -> bool:
+    question = one.rule.question
+    is_damage = question == "intact" or (question == "resumable" and one.kind != "not-resumable")
+    return is_damage and one.severity == "error"
+
+
+def _errors(count: int) -> str:
+    return f"{count} error{'' if count == 1 else 's'}"
+
+
+def _left_out(count: int) -> str:
+    return f"{_errors(count)} left out as asked for (--ignore)"
 
 
 def safe(found: Found) -> dict[str, Any]:
-    """Whether no pickle, path or link does harm. None where there are pickles that could not be looked at."""
-    danger = next((f for f in found.findings if f.severity == "error" and f.rule.question == "safe"), None)
-    if danger is not None:
-        return answered(False, danger.what)
+    """Whether no pickle, path or link does harm. None where some could not be looked at, or are not to be told."""
+    danger, hidden = (
+        [f for f in some if f.severity == "error" and f.rule.question == "safe"]
+        for some in (found.findings, found.ignored)
+    )
+    if danger:
+        return answered(False, danger[0].what)
+    if hidden:
+        return answered(None, _left_out(len(hidden)))
     if found.unseen:
         file, why = next(iter(found.unseen.items()))
         more = f", and {len(found.unseen) - 1} more files" if len(found.unseen) > 1 else ""

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ckptctl.formats.hf.index import Index
     from ckptctl.operations.checks.found import Found, Level
 
+_STATES = "pytorch_optim"
+
 
 def check_folder(found: Found, level: Level) -> None:
     """Checks every index of the folder against the files, and the sets of weights in its root against each other."""
@@ -41,16 +43,17 @@ def _index(found: Found, name: str, index: Index, level: Level) -> None:
             continue
         if file in found.unreadable or file not in found.names:
             continue
-        held = set(found.names[file])
+        names = _indexed(name, found.names[file])
+        held = set(names)
         for tensor in tensors:
             if tensor not in held:
                 why = f"{name} says it is in {file}"
                 found.note("tensor-not-in-shard", "the file does not hold it", file=file, tensor=tensor, why=why)
-        for tensor in found.names[file]:
+        for tensor in names:
             home = index.weight_map.get(tensor)
             if home is not None and prefix + home == file:
                 continue
-            if home is not None and tensor in found.names.get(prefix + home, ()):
+            if home is not None and tensor in _indexed(name, found.names.get(prefix + home, ())):
                 _twice(found, tensor, file, prefix + home, level)
                 continue
             why = f"{name} says it is in {home}" if home else f"{name} does not name it"
@@ -70,6 +73,16 @@ def _index(found: Found, name: str, index: Index, level: Level) -> None:
     _left_over(
         found, name, index, {f for f in there if f.startswith(prefix) and "/" not in f[len(prefix) :]}, suffix, level
     )
+
+
+def _indexed(index: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """What an index lists of a file: its tensors; of an optimizer's file its parameters, each with several tensors.
+
+    Source: ColossalAI 0.5.0, colossalai/checkpoint_io/utils.py, STATES_NAME and StateDictSharder.append_optim_param.
+    """
+    if not index.rpartition("/")[2].startswith(_STATES):
+        return names
+    return tuple(dict.fromkeys(n.partition(".")[0] for n in names))
 
 
 def _left_over(found: Found, name: str, index: Index, beside: set[str], suffix: str, level: Level) -> None:

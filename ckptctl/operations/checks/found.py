@@ -29,6 +29,8 @@ class Found:
 
     root: Path
     findings: list[Finding] = field(default_factory=list)
+    ignored: list[Finding] = field(default_factory=list)
+    """Those that were found and are not to be told."""
     files: list[str] = field(default_factory=list)
     headers: dict[str, StHeader] = field(default_factory=dict)
     """Headers of the safetensors files that could be read."""
