@@ -20,18 +20,25 @@ _GITHUB = {"error": "error", "warning": "warning", "info": "notice"}
 _GITLAB = {"error": "critical", "warning": "minor", "info": "info"}
 _SARIF = {"error": "error", "warning": "warning", "info": "note"}
 _SHOWN = 40
+_LONGEST = 600
+"""Characters of a name or sentence."""
 
 
 def place(found: Document) -> str:
     """Where a finding is, in one line: checkpoint, file, tensor, field."""
     where = found["where"]
-    inner = ", ".join(filter(None, (where["file"], where["tensor"], where["field"])))
+    inner = ", ".join(filter(None, (where["file"], short(where["tensor"]), short(where["field"]))))
     return f"{found['checkpoint']}: {inner}" if found["checkpoint"] and inner else found["checkpoint"] or inner
 
 
 def sentence(found: Document) -> str:
     """What was found, and why, in one line."""
-    return f"{found['what']}: {found['why']}" if found["why"] else str(found["what"])
+    return f"{short(found['what'])}: {short(found['why'])}" if found["why"] else short(found["what"])
+
+
+def short(text: str) -> str:
+    """A text as people and services can take it: names in a file may have any length. The JSON report has all."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 60]} ... {text[-50:]}"
 
 
 def _file(found: Document, document: Document) -> str:
@@ -53,8 +60,8 @@ def text(document: Document) -> str:
     """For people: findings by gravity, then the three answers for each checkpoint."""
     lines = []
     for found in document["findings"][:_SHOWN]:
-        lines.append(f"{found['severity']}[{found['code']}] {found['kind']}: {clean(found['what'])}")
-        for label, value in (("where", place(found)), ("why", found["why"]), ("fix", found["fix"])):
+        lines.append(f"{found['severity']}[{found['code']}] {found['kind']}: {clean(short(found['what']))}")
+        for label, value in (("where", place(found)), ("why", short(found["why"])), ("fix", found["fix"])):
             if value:
                 lines.append(f"  {label:<5}  {clean(value)}")
     hidden = len(document["findings"]) - _SHOWN
@@ -108,7 +115,7 @@ def junit(document: Document) -> str:
                 continue
             failed += 1
             body = f"{sentence(found)}\n{found['fix']}"
-            message = _quoted(found["what"])
+            message = _quoted(short(found["what"]))
             cases.append(
                 f"{head}><failure type={_quoted(found['code'])} message={message}>{_xml(body)}</failure></testcase>"
             )
@@ -145,7 +152,7 @@ def sarif(document: Document) -> str:
             "physicalLocation": {"artifactLocation": {"uri": _uri(_file(found, document))}, "region": {"startLine": 1}}
         }
         if found["where"]["tensor"] or found["where"]["field"]:
-            name = found["where"]["tensor"] or found["where"]["field"]
+            name = short(found["where"]["tensor"] or found["where"]["field"])
             location["logicalLocations"] = [{"fullyQualifiedName": name, "kind": "member"}]
         results.append(
             {
@@ -216,7 +223,7 @@ def gitlab(document: Document) -> str:
     """GitLab's code quality report. Source: docs.gitlab.com, ci/testing/code_quality, report format."""
     report = [
         {
-            "description": sentence(f) if not f["where"]["tensor"] else f"{f['where']['tensor']}: {sentence(f)}",
+            "description": sentence(f) if not f["where"]["tensor"] else f"{short(f['where']['tensor'])}: {sentence(f)}",
             "check_name": f"{f['code']} {f['kind']}",
             "fingerprint": f["fingerprint"],
             "severity": _GITLAB[f["severity"]],
