@@ -23,7 +23,7 @@ OF_COMMANDS = {
     "in-place", "needs-yes", "not-written", "steps-differ", "like-differs", "check-failed", "damaged-state",
     "hub-differs", "hub-not-here", "hub-refused", "model-unknown", "native-failed", "native-timeout", "native-unknown",
     "needs-install", "no-device", "no-language-model", "pickle-not-clean", "remote-code", "shape-mismatch",
-    "weights-missing", "verify-differs", "layer-names", "in-use",
+    "weights-missing", "verify-differs", "layer-names", "in-use", "universal-stage-3",
 }  # fmt: skip
 _CODE = re.compile(
     r"""(?:code=|CODE = |\.note\(\s*|_problem\([\w.]+, |bad\([^()]*, )"([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\""""
