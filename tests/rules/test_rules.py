@@ -24,6 +24,7 @@ OF_COMMANDS = {
     "hub-differs", "hub-not-here", "hub-refused", "model-unknown", "native-failed", "native-timeout", "native-unknown",
     "needs-install", "no-device", "no-language-model", "pickle-not-clean", "remote-code", "shape-mismatch",
     "weights-missing", "verify-differs", "layer-names", "in-use", "universal-stage-3",
+    "config-weights-missing",
 }  # fmt: skip
 _CODE = re.compile(
     r"""(?:code=|CODE = |\.note\(\s*|_problem\([\w.]+, |bad\([^()]*, )"([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\""""
