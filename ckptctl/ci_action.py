@@ -57,7 +57,9 @@ def main(paths: Sequence[str]) -> int:
         output = env.get("GITHUB_OUTPUT", "")
         if output and report.is_file():
             document = json.loads(report.read_text(encoding="utf-8"))
-            newest = "".join(c for c in str(document["newest_resumable"] or "") if c.isprintable())
+            newest = str(document["newest_resumable"] or "")
+            if not newest.isprintable():  # a line break would be another output, and without it it is another path
+                newest = ""
             lines = [
                 f"ok={str(document['ok']).lower()}",
                 f"errors={document['counts']['error']}",

@@ -17,19 +17,23 @@ from ckptctl.core.errors import CkptError, MissingFact, Unrecognised, Unsupporte
 from ckptctl.core.sizes import parse_size
 from ckptctl.core.tensor import InOnePlace
 from ckptctl.core.values import Global
-from ckptctl.formats.bytesource import read_whole
 from ckptctl.operations.checks.answers import answered, intact, safe
 from ckptctl.operations.checks.files import check_files
 from ckptctl.operations.checks.folder import check_folder
 from ckptctl.operations.checks.found import Found, Level
 from ckptctl.operations.checks.model import check_model
 from ckptctl.operations.checks.pickled import grave_global
+from ckptctl.operations.checks.runs import targets_of, tracker_findings
 from ckptctl.operations.checks.state import Resumable, check_state, resumable
 from ckptctl.operations.elsewhere import near, reads_hub
 from ckptctl.operations.naming import under_hub_names
-from ckptctl.operations.opening import TRACKERS, Reading, given_config, is_one_checkpoint, open_checkpoint, steps_of
+from ckptctl.operations.opening import (
+    Reading,
+    given_config,
+    open_checkpoint,
+)
 from ckptctl.remote import places
-from ckptctl.rules import SEVERITIES, Finding, by_kind, finding, known_words
+from ckptctl.rules import SEVERITIES, Finding, by_kind, known_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +43,6 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 LEVELS: tuple[Level, ...] = ("header", "structure", "values")
 _BASELINE_LIMIT = 64 << 20
-_TRACKER = "tracker-names-missing-step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,12 @@ def validate(
         given_config(reading.model_config)  # one that is not there is the user's mistake, not the checkpoint's
     known = _baseline(what.baseline)
     budget = parse_size(memory, "--memory")
-    targets = [t for p in paths for t in _targets(Path(p), reading)]
-    checked = [_one((name, at), what, reading, budget, jobs, progress) for name, at, _ in targets]
+    targets = [t for p in paths for t in targets_of(Path(p), reading)]
+    alone = replace(reading, step=None) if reading is not None else None
+    checked = [
+        _one((name, at), what, reading if number is None else alone, budget, jobs, progress)
+        for name, at, number in targets
+    ]
     numbers = {name: number for name, _, number in targets}
     for one in checked:
         _filter(one.found, what)
@@ -109,7 +116,7 @@ def validate(
             one.found.error(one.error, severity="error")
         one.found.finish()
     names = [one.name for one in checked]
-    findings = [f for p in paths for f in _trackers(Path(p), "" if names == [str(p)] else str(p))]
+    findings = [f for p in paths for f in tracker_findings(Path(p), "" if names == [str(p)] else str(p))]
     findings = [f for f in findings if not _matches(f, what.ignore)]
     rows = []
     for one in checked:
@@ -118,7 +125,7 @@ def validate(
         _resumes(one, what, answer)
         _filter(one.found, what)
         named = [f.of(one.name if len(checked) > 1 else "") for f in one.found.findings]
-        told = {f.kind for f in _trackers(one.path, "")}
+        told = {f.kind for f in tracker_findings(one.path, "")}
         findings += [f for f in named if f.kind not in told]
         rows.append(_row(one, answer, what.level))
     chosen = [f for f in findings if not what.select or _matches(f, what.select)]
@@ -193,49 +200,6 @@ def _baseline(path: Path | None) -> frozenset[str]:
         why = f"{type(err).__name__}: {err}"
         fix = "give what `ckptctl validate --output json=FILE` wrote"
         raise Usage(f"--baseline {path} cannot be read", why=why, fix=fix) from err
-
-
-def _targets(path: Path, reading: Reading | None) -> list[tuple[str, Path, int | None]]:
-    """(name, path, its number in a run) of each checkpoint at a path: a run's folder has one a step."""
-    if not path.exists() and not path.is_symlink():
-        raise Unrecognised(f"nothing is at {path}", fix="check the path")
-    wanted = reading.step if reading is not None else None
-    if not path.is_dir() or wanted is not None or is_one_checkpoint(path):
-        return [(str(path), path, None)]
-    steps = steps_of(path)
-    if len(steps) < 2 and (not steps or _is_known(path)):
-        return [(str(path), path, None)]
-    return [(str(steps[n]), steps[n], n) for n in sorted(steps)]
-
-
-def _is_known(path: Path) -> bool:
-    """Whether a folder is a checkpoint of its own by its format, such as DeepSpeed's with one step in it."""
-    try:
-        formats.detect(path)
-    except Unrecognised:
-        return False
-    except CkptError:
-        return True
-    return True
-
-
-def _trackers(path: Path, name: str) -> list[Finding]:
-    """Pointers of a run that name what is not there. name is what the report calls the run's folder."""
-    out = []
-    for tracker in TRACKERS if path.is_dir() else ():
-        file = path / tracker
-        if not file.is_file() or file.stat().st_size > 4096:
-            continue
-        said = read_whole(file, 4096).decode("utf-8", "replace").strip()
-        if not (said and said.isprintable() and "\ufffd" not in said):
-            if tracker.startswith("latest") and steps_of(path):
-                out.append(finding(_TRACKER, f"{tracker} names no step", file=tracker).of(name))
-            continue
-        number = f"iter_{int(said):07d}" if said.isascii() and said.isdigit() and len(said) < 12 else said
-        if said and said != "release" and "/" not in said and not (path / number).exists():
-            what, why = f"{tracker} names {said[:80]}, which is not there", f"there is no {number[:80]}"
-            out.append(finding(_TRACKER, what, file=tracker, why=why).of(name))
-    return out
 
 
 def _one(
