@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptctl.core.errors import CkptError, Usage
 from ckptctl.report.differences import state_leaf
+from ckptctl.report.outputs import require_replaceable
 from ckptctl.report.text import json_text, nbytes
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def html_files(words: Sequence[str]) -> tuple[Path, ...]:
         path = Path(file)
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise Usage(f"--output {word}: the page cannot be written", fix="name a file in a folder that is there")
+        require_replaceable(path, word)
         out.append(path)
     return tuple(out)
 

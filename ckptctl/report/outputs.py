@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 FORMS = ("text", "json", "junit", "sarif", "github", "gitlab")
 """What --output takes; report.findings has a writer for each."""
+_LOOK = 4096
+_FIRST = (b"<!doctype html", b"\x89PNG", b"::", b"[]")
+_IN_HEAD = (b'"ckptctl.', b'name="ckptctl', b"sarif-2.1.0", b'"check_name": "CK')
+_IN_TAIL = b", level "
+"""What the reports begin with or hold, of every form; the text's last line says the level."""
 
 
 class Output(NamedTuple):
@@ -34,6 +39,10 @@ def outputs(words: Sequence[str]) -> tuple[Output, ...]:
                 f"--output {word}: there is no such report",
                 fix=f"FORM or FORM=FILE, FORM of {', '.join(FORMS)}",
             )
+        if has_file:
+            require_replaceable(Path(file), word)
+            if any(os.path.realpath(file) == os.path.realpath(o.file) for o in out if o.file):
+                raise Usage(f"--output {word}: another report goes to that file", fix="give each a file of its own")
         out.append(Output(form, file))
     # Workflow commands are picked out of whatever text a step prints; nothing else can share a stream.
     shown = [o.form for o in out if not o.file and o.form != "github"]
@@ -42,6 +51,22 @@ def outputs(words: Sequence[str]) -> tuple[Output, ...]:
             f"--output: {' and '.join(shown)} cannot both go to stdout", fix="give all but one a file: FORM=FILE"
         )
     return tuple(out)
+
+
+def require_replaceable(path: Path, word: str) -> None:
+    """Usage where a report would be written over what is none: a checkpoint, most likely. word is --output's."""
+    try:
+        if not path.is_file():
+            return
+        with path.open("rb") as stream:
+            head = stream.read(_LOOK)
+            stream.seek(max(0, path.stat().st_size - _LOOK))
+            tail = stream.read(_LOOK)
+    except OSError:
+        return  # writing it says why
+    if head and not any(mark in head for mark in _IN_HEAD) and not head.startswith(_FIRST) and _IN_TAIL not in tail:
+        why = "what it holds is not a report of ckptctl"
+        raise Usage(f"--output {word}: the file is there", why=why, fix="give another file, or remove it first")
 
 
 def show_findings(document: dict[str, Any], wanted: Sequence[Output]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptctl.core.errors import CkptError, Usage
 from ckptctl.report import html, text
+from ckptctl.report.outputs import require_replaceable
 from ckptctl.report.picture import Bar, Picture, Words, png, svg
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def verify_files(words: Sequence[str], *, has_picture: bool) -> tuple[File, ...]
         path = Path(name)
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise Usage(f"--output {word}: the file cannot be written", fix="name a file in a folder that is there")
+        require_replaceable(path, word)
         out.append(File(form, path))
     return tuple(out)
 
