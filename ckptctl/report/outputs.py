@@ -31,7 +31,7 @@ class Output(NamedTuple):
 
 def outputs(words: Sequence[str]) -> tuple[Output, ...]:
     """--output's words: FORM or FORM=FILE. Usage for a form that does not exist, or two that both want stdout."""
-    out = []
+    out: list[Output] = []
     for word in words or ("text",):
         form, has_file, file = word.partition("=")
         if form not in FORMS or (has_file and not file):
