@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from ckptctl.core.checkpoint import MASTER, WEIGHTS
 from ckptctl.core.errors import Unsupported, Usage
 from ckptctl.formats import TARGETS
 from ckptctl.formats.carry import Carried
@@ -59,6 +60,10 @@ def strip(
     target = Path(full.root).resolve() if dst is None else Path(dst)
     require_apart(running, Path(src), target)
     source, dropped = without(full, what)
+    if not any(k.kind in (*WEIGHTS, MASTER) for k in source.tensors):
+        globs = ", ".join(map(repr, (*what.globs, *what.drop_globs)))
+        fix = "give patterns that leave some; see the names with `ckptctl ls`"
+        raise Usage("nothing would be left of the weights", why=globs, fix=fix, code="no-tensors")
     written, to = _as_they_are(full, source) if what.weights_alone else None, _format(full, source, what)
     wanted = Conversion(to)
     content, lines = content_of(source, wanted, own_names=True)
@@ -192,8 +197,11 @@ def _in_place(written: Written, full: Checkpoint) -> Written:
     known = {f.path for f in full.files} | {f.path for f in files}
     strangers = sorted(
         path
-        for folder, _, names in os.walk(root)
-        for path in (Path(folder, n).relative_to(root).as_posix() for n in names)
+        for folder, inside, names in os.walk(root)
+        for path in (
+            Path(folder, n).relative_to(root).as_posix()
+            for n in (*names, *(d for d in inside if Path(folder, d).is_symlink()))
+        )
         if path not in known
     )
     if strangers:

@@ -173,3 +173,20 @@ def test_real_torch_loads_what_is_left(tmp_path):
 
 def test_help_names_both_ways():
     assert "--in-place" in ckptctl("strip", "--help").out
+
+
+@pytest.mark.parametrize("name", ["hf/qwen2-trainer", "torch/fsdp2_dp2_dcp", "deepspeed/zero3-dp2-bf16-qwen2-tied"])
+def test_a_glob_that_takes_everything_is_refused(name, tmp_path):
+    error = refused("strip", ckpt(name), tmp_path / "out", "--drop", "*", code=2)
+    assert error["what"] == "nothing would be left of the weights"
+    assert error["why"] == "'*'"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_linked_folder_inside_is_not_lost_in_place(tmp_path):
+    folder = shutil.copytree(ckpt("torch/fsdp2_dp2_dcp"), tmp_path / "run", ignore=shutil.ignore_patterns("truth*"))
+    (tmp_path / "notes").mkdir()
+    (folder / "notes").symlink_to(tmp_path / "notes")
+    error = refused("strip", folder, "--in-place", "--yes")
+    assert (error["code"], error["why"]) == ("in-place", "notes")
+    assert (folder / "notes").is_symlink()
