@@ -254,7 +254,8 @@ def step_folder(path: Path, wanted: str | None) -> Path:
         return path  # the run's own word on which step to take: its reader looks there
     if wanted not in (None, "latest"):
         if not wanted.isdigit() or int(wanted) not in steps:
-            listed = ", ".join(map(str, sorted(steps))) or "none"
+            listed = ", ".join(map(str, sorted(steps)[-20:])) or "none"
+            listed = f"{len(steps)}, the last are {listed}" if len(steps) > 20 else listed
             raise Unrecognised(
                 f"step {wanted} is not in {path}", why=f"steps there: {listed}", fix="give one of them, or latest"
             )

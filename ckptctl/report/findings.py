@@ -11,7 +11,7 @@ from ckptctl.report.text import clean, json_text
 from ckptctl.rules import rules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 Document = dict[str, Any]
 ANNOTATIONS = 10
@@ -69,13 +69,12 @@ def text(document: Document) -> str:
         lines.append(f"... and {hidden} more: --output json has all")
     if lines:
         lines.append("")
-    for row in document["checkpoints"]:
-        lines.append(clean(row["path"]) + (f" (step {row['step']})" if row["step"] is not None else ""))
-        for question in ("intact", "safe", "resumable"):
-            answer = row[question]
-            word = {True: "yes", False: "no", None: "-"}[answer["answer"]]
-            lines.append(f"  {question:<9}  {word:<3}  {clean(answer['why'])}")
-    if len(document["checkpoints"]) > 1:
+    rows = document["checkpoints"]
+    if len(rows) == 1:
+        lines += _answers(rows[0])
+    else:
+        lines += _lines(rows)
+    if len(rows) > 1:
         newest = document["newest_resumable"] or ("not looked at" if document["level"] == "header" else "none")
         lines.append(f"newest that a run can go on from: {clean(newest)}")
     counts, checked = document["counts"], document["checked"]
@@ -84,6 +83,29 @@ def text(document: Document) -> str:
         f"{_count(checked['tensors'], 'tensor')} in {_count(checked['files'], 'file')}, level {document['level']}"
     )
     return "\n".join(lines) + "\n"
+
+
+_QUESTIONS = ("intact", "safe", "resumable")
+_WORDS = {True: "yes", False: "no", None: "-"}
+
+
+def _answers(row: Document) -> list[str]:
+    """One checkpoint's three answers, with what they rest on."""
+    lines = [clean(row["path"]) + (f" (step {row['step']})" if row["step"] is not None else "")]
+    lines += [f"  {q:<9}  {_WORDS[row[q]['answer']]:<3}  {clean(row[q]['why'])}" for q in _QUESTIONS]
+    return lines
+
+
+def _lines(rows: Sequence[Document]) -> list[str]:
+    """A line a checkpoint: its step, the answers, and what the first rests on that is no yes."""
+    out: list[tuple[str, ...]] = [("checkpoint", "step", *_QUESTIONS, "")]
+    for row in rows:
+        answers = [row[q] for q in _QUESTIONS]
+        why = next((clean(a["why"]) for a in answers if a["answer"] is not True), "")
+        step = "" if row["step"] is None else str(row["step"])
+        out.append((clean(row["path"]), step, *(_WORDS[a["answer"]] for a in answers), why))
+    widths = [max(len(cells[i]) for cells in out) for i in range(5)]
+    return ["  ".join([c.ljust(w) for c, w in zip(cells, widths, strict=False)] + [cells[5]]).rstrip() for cells in out]
 
 
 def _count(number: int, word: str) -> str:

@@ -76,7 +76,14 @@ def test_gitlab_s_report_is_a_list_of_issues(document):
 
 def test_text_says_the_answers_of_each(document):
     made = text(document)
-    assert made.count("  intact     ") == 2
+    lines = made.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("checkpoint "))
+    assert lines[head].split() == ["checkpoint", "step", "intact", "safe", "resumable"]
+    for row, line in zip(document["checkpoints"], lines[head + 1 :], strict=False):
+        words = ["no" if row[q]["answer"] is False else "yes" for q in ("intact", "safe", "resumable")]
+        assert line.split()[:4] == [row["path"], *words]
+    (alone,) = [text({**document, "checkpoints": document["checkpoints"][:1]})]
+    assert alone.count("  intact     ") == 1
     assert "error[CK507] tensor-missing" in made
     assert made.endswith("level structure\n")
 
