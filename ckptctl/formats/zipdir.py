@@ -185,8 +185,8 @@ def _central(reader: ByteSource, data: bytes, count: int, limit: int) -> list[En
         if p + CENTRAL_HEADER.size > len(data) or data[p : p + 4] != CENTRAL:
             bad(path, f"entry {i} of {count} of the zip directory is not there", f"at byte {p} of its {len(data)}")
         fields: tuple[int, ...] = CENTRAL_HEADER.unpack_from(data, p)
-        flags, method, crc, compressed, nbytes = fields[3], fields[4], *fields[7:10]
-        name_len, extra_len, comment_len, disk, offset = *fields[10:14], fields[16]
+        _, _, _, flags, method, _, _, crc, compressed, nbytes, *lengths, disk, _, _, offset = fields
+        name_len, extra_len, comment_len = lengths
         extra_at = p + CENTRAL_HEADER.size + name_len
         stop = extra_at + extra_len + comment_len
         if stop > len(data):

@@ -67,11 +67,14 @@ def check_locals(reader: ByteSource, entries: list[Entry], limit: int) -> list[i
         if e.offset < stop:
             why = f"the first stops at byte {stop}, the header of the other is at byte {e.offset}"
             bad(reader.path, f"records {before} and {e} overlap", why)
-        near = stop if e.offset - stop <= _NEAR else e.offset
-        window.get(near, e.offset + LOCAL_HEADER.size + len(e.name) + 2 * _NEAR - near, offsets[k + 1])
+        gap, size = e.offset - stop, LOCAL_HEADER.size + len(e.name)
+        is_near = gap <= _NEAR
+        near = stop if is_near else e.offset
+        data = window.get(near, e.offset + size + 2 * _NEAR - near, offsets[k + 1])
         if before is not None:
-            _check_descriptor(reader, before, window.get(stop, min(24, e.offset - stop), stop), e.offset - stop)
-        starts[i] = _check_header(reader, e, window)
+            behind = data[: min(24, gap)] if is_near else window.get(stop, min(24, gap), stop)
+            _check_descriptor(reader, before, behind, gap)
+        starts[i] = _check_header(reader, e, data[e.offset - near : e.offset - near + size], window)
         stop = starts[i] + e.compressed
         if stop > limit:
             why = f"it stops at byte {stop}, the directory starts at byte {limit}"
@@ -82,9 +85,8 @@ def check_locals(reader: ByteSource, entries: list[Entry], limit: int) -> list[i
     return starts
 
 
-def _check_header(reader: ByteSource, e: Entry, window: _Window) -> int:
-    """The first payload byte of an entry."""
-    head = window.get(e.offset, LOCAL_HEADER.size + len(e.name), e.offset)
+def _check_header(reader: ByteSource, e: Entry, head: bytes, window: _Window) -> int:
+    """The first payload byte of an entry; head are its first bytes, with its name."""
     if head[:4] != LOCAL or len(head) < LOCAL_HEADER.size:
         bad(reader.path, f"record {e} is not where the directory says", f"no local header at byte {e.offset}")
     fields: tuple[int, ...] = LOCAL_HEADER.unpack_from(head)

@@ -68,17 +68,22 @@ def load(
     Raises Damaged, also for what no pickler writes (missing marks, unhashable keys), and Unsupported. Runs nothing.
     """
     raw = data if type(data) is bytes else bytes(data)
-    found = scan(raw, where, start) if scanned is None else scanned
+    # Opcodes are checked as they are read; a pass over all of them first would cost a fifth of reading a small file.
+    found = Scan(start, len(raw), 0, read_ids(raw, start, len(raw))) if scanned is None else scanned
     machine = Machine(raw, where, found, persistent, {**CALLS, **(rebuild or {})}, finish or {}, known or {})
     paused = found.stop - found.start > _PAUSE_GC_ABOVE and gc.isenabled()
     if paused:
         gc.disable()  # millions of containers, none of them garbage: each collection would walk them all
     try:
         tree = machine.run()
+    except CkptError:
+        if scanned is None:
+            scan(raw, where, start)  # where an opcode is the cause, it says so
+        raise
     finally:
         if paused:
             gc.enable()
-    return Loaded(tree, found.stop, machine.globals, machine.risky_getattr)
+    return Loaded(tree, machine.at + 1 if scanned is None else found.stop, machine.globals, machine.risky_getattr)
 
 
 def load_until_broken(data: bytes, where: str) -> Loaded:

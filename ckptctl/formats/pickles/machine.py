@@ -15,6 +15,7 @@ from ckptctl.formats.pickles.calls import Call, check_key
 from ckptctl.formats.pickles.nodes import PersistentId, show
 from ckptctl.formats.pickles.objects import Finish, Fresh, Objects, append, memoized, put_state, set_items
 from ckptctl.formats.pickles.opcodes import OPCODES
+from ckptctl.formats.pickles.scan import HIGHEST_PROTOCOL
 from ckptctl.formats.pickles.tensors import tensor_at
 from ckptctl.formats.pickles.text import COUNTED_BYTES, TEXT_VALUES
 
@@ -292,6 +293,8 @@ class Machine(Objects):
                 elif op == 0x95:  # FRAME
                     at += 9
                 elif op == 0x80:  # PROTO
+                    if data[at + 1] > HIGHEST_PROTOCOL:
+                        raise ValueError(f"protocol {data[at + 1]}")
                     at += 2
                 elif op == 0x2E:  # STOP
                     if waiting:

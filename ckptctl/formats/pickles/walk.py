@@ -17,8 +17,11 @@ _LEAVES = frozenset({str, bytes, int, float, bool, complex, bytearray, Global, N
 _PLAIN_KEYS = {str, int}
 
 
-def walk(tree: Tree) -> Iterator[tuple[Path, Tree]]:
-    """Every node that is no plain scalar or text, parents first, in the tree's own order, each object once."""
+def walk(tree: Tree, *, storages: bool = True) -> Iterator[tuple[Path, Tree]]:
+    """Every node that is no plain scalar or text, parents first, in the tree's own order, each object once.
+
+    storages: those of tensors too, each after its first tensor.
+    """
     seen: set[int] = set()
     keep: list[Tree] = []  # nodes made on the way (pairs of a record) must live as long as their identity is in seen
     todo: list[tuple[Path, Tree]] = [(None, tree)]
@@ -35,7 +38,8 @@ def walk(tree: Tree) -> Iterator[tuple[Path, Tree]]:
         if kind is TensorRef:  # most nodes of most files
             if node.attributes is not None:
                 todo.append(((path, ""), node.attributes))
-            todo.append(((path, ""), node.storage))
+            if storages:
+                todo.append(((path, ""), node.storage))
             continue
         pairs = node.items() if kind is dict and {*map(type, node)} <= _PLAIN_KEYS else _children(node)
         below = [(key, child) for key, child in pairs if type(child) not in leaves and id(child) not in seen]

@@ -29,17 +29,22 @@ def check_tree(tree: Tree, where: str, unsupported: list[tuple[str, str]]) -> It
 
     Tensors that are whole but cannot be moved are put on unsupported, as (path, why).
     """
-    for path, node in walk(tree):
+    seen: set[int] = set()  # storages, by identity: they are looked at beside their first tensor
+    for path, node in walk(tree, storages=False):
         if isinstance(node, TensorRef):
             if not _is_plain(node) and (found := _tensor_problem(node, where, path)) is not None:
                 yield found
-        elif isinstance(node, Record):
-            if why := why_unsupported(node) or _over_storage(node):
-                unsupported.append((path_text(path), why))
-        elif isinstance(node, Storage) and node.start_byte < 0 and node.location == "meta":
-            unsupported.append((path_text(path), "a meta tensor, which has no data"))
-        elif isinstance(node, Storage) and (found := storage_problem(node, where, path)) is not None:
-            yield found
+            node = node.storage
+        if isinstance(node, Storage):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if node.start_byte < 0 and node.location == "meta":
+                unsupported.append((path_text(path), "a meta tensor, which has no data"))
+            elif (found := storage_problem(node, where, path)) is not None:
+                yield found
+        elif isinstance(node, Record) and (why := why_unsupported(node) or _over_storage(node)):
+            unsupported.append((path_text(path), why))
 
 
 def _over_storage(record: Record) -> str:
