@@ -257,7 +257,7 @@ class _Run:
             if name in self.rules and parameter.grad is not None:
                 rates.add(self._update(name, parameter, number, factor, is_last))
             parameter.grad = None
-            if is_last and parameter.requires_grad:
+            if is_last:  # of what is frozen too: a framework may have touched it
                 trained.after["weight"] = digest_of(parameter)
                 trained.samples["weight"] = samples_of(parameter)
         record.lr.append(sorted(rates, reverse=True))

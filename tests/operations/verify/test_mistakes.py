@@ -166,6 +166,23 @@ def test_a_rewritten_file_is_equal(right, tmp_path):
     assert found["compared"]["updated weight"] == 21
 
 
+def frozen(state):
+    del state["optimizer"]["state"][UP]
+    for group in state["optimizer"]["param_groups"]:
+        group["params"] = [p for p in group["params"] if p != UP]
+
+
+def test_what_is_frozen_is_looked_at_before_and_after_the_step(right, tmp_path):
+    source = changed(right, tmp_path, frozen)
+    found = verified(source, source, LAYOUT)
+    assert (found["equal"], found["parameters"]) == (True, 20)
+    assert found["compared"]["weight"] == found["compared"]["updated weight"] == 21
+
+    (tmp_path / "b").mkdir()
+    other = verified(source, changed(source, tmp_path / "b", element), LAYOUT)
+    assert (other["equal"], other["cause"]["name"]) == (False, UP)
+
+
 def test_the_source_and_its_conversion_are_equal(right):
     assert verified(ckpt(LAYOUT), right, LAYOUT)["equal"] is True
 

@@ -5,6 +5,7 @@ The runs of real frameworks need torch, and each its framework.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +119,44 @@ def test_frozen_parameters_are_those_in_no_group():
     assert job["deepspeed"]["config"]["bf16"] == {"enabled": True}
     assert job["deepspeed"]["config"]["zero_optimization"] == {"stage": 2}
     assert job["deepspeed"]["tag"] == "global_step3"
+
+
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        ({"stage": 2, "round_robin_gradients": True}, {"stage": 1, "round_robin_gradients": True}),
+        ({"sub_group_size": 3e3, "round_robin_gradients": False}, {"stage": 1, "sub_group_size": 3000}),
+        ({"sub_group_size": -1, "overlap_comm": True}, {"stage": 1}),
+        ("auto", {"stage": 1}),
+    ],
+)
+def test_how_flat_groups_were_dealt_is_told_to_deepspeed(saved, told):
+    checkpoint, _ = open_checkpoint(ckpt("deepspeed/zero1-dp2-bf16"), reading_of("deepspeed/zero1-dp2-bf16"))
+    own = {**checkpoint.values["deepspeed"], "ds_config": {"zero_optimization": saved}}
+    changed = dataclasses.replace(checkpoint, values={**checkpoint.values, "deepspeed": own})
+    assert plan(changed, changed, ADAM).job["deepspeed"]["config"]["zero_optimization"] == told
+
+
+@needs_torch
+@pytest.mark.parametrize("engine_scales", [True, False])
+def test_a_loss_scale_that_deepspeed_s_engine_leaves_out_is_made_good(engine_scales):
+    import torch
+
+    from ckptctl.operations.verify.native.run_deepspeed import DeepSpeed
+
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    session = DeepSpeed.__new__(DeepSpeed)
+    session.version = "0"
+    session.net = torch.nn.Module()
+    session.net.p = parameter
+    session.wrapper = SimpleNamespace(loss_scale=256.0, fp16_groups=[[]], fp32_groups=[[]])
+    session._whole_here = lambda: {id(parameter): None}
+    scale = 256.0 if engine_scales else 1.0
+    session.engine = SimpleNamespace(backward=lambda loss: (loss * scale).backward())
+    session.backward((parameter * 3).sum())
+    assert parameter.grad.tolist() == [768.0, 768.0]
+    assert [(n, g.tolist()) for n, g in session.gradients()] == [("p", [3.0, 3.0])]
+    assert bool(session.notes) is not engine_scales
 
 
 @pytest.mark.parametrize(

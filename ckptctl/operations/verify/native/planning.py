@@ -256,7 +256,7 @@ def _deepspeed(checkpoint: Checkpoint) -> Native:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 30,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **({} if universal else _layout_settings(checkpoint))},
     }
     if dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
@@ -269,6 +269,18 @@ def _deepspeed(checkpoint: Checkpoint) -> Native:
     root, tag = _run_and_tag(Path(checkpoint.root))
     job = {"path": str(root), "deepspeed": {"config": config, "tag": tag, "lax": False}, "dtype": dtype}
     return Native("run_deepspeed", world, job, notes)
+
+
+def _layout_settings(checkpoint: Checkpoint) -> Data:
+    """What decides where parameters lie in the ranks' flat groups, as the run's own configuration had it."""
+    found: Any = checkpoint.values.get("deepspeed")
+    for word in ("ds_config", "zero_optimization"):
+        found = found.get(word) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return {}
+    out: Data = {"round_robin_gradients": True} if found.get("round_robin_gradients") is True else {}
+    size = as_number(found.get("sub_group_size"))
+    return out | ({"sub_group_size": int(size)} if isinstance(size, (int, float)) and size > 0 else {})
 
 
 def _run_and_tag(path: Path) -> tuple[Path, str | None]:

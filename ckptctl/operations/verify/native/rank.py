@@ -132,9 +132,9 @@ class Story:
         if not math.isfinite(loss):
             self.told["finite"] = False
 
-    def backward_done(self, session: Session, scale: float = 1.0) -> None:
-        """A backward pass: norms of the gradients, which are divided by scale."""
-        norms = {name: norm(g) / scale for name, g in session.gradients()}
+    def backward_done(self, session: Session) -> None:
+        """A backward pass: norms of the gradients."""
+        norms = {name: norm(g) for name, g in session.gradients()}
         for name in names_of(session):
             self.parameter(name)["gradient_norms"].append(norms.get(name))
         total = math.sqrt(sum(n * n for n in norms.values()))
@@ -171,7 +171,7 @@ def follow(make: Callable[[Data], Session]) -> None:
             loss, logits = session.loss(tensors(batch, job))
             session.backward(loss)
             story.forward_done(float(loss.detach()), logits)
-            story.backward_done(session, getattr(session, "scale", 1.0))
+            story.backward_done(session)
             if job["clip"]:
                 session.clip(job["clip"])
             session.update()

@@ -38,11 +38,6 @@ class DeepSpeed(Session):
         self.optimizer = getattr(self.wrapper, "optimizer", self.wrapper)
         self._link()
 
-    @property
-    def scale(self) -> float:
-        """What gradients are multiplied by in fp16, where they are not partitioned."""
-        return 1.0
-
     def loss(self, batch: Any) -> tuple[Any, Any]:
         """The engine's forward pass."""
         out = self.engine(**batch, use_cache=False)
@@ -89,11 +84,11 @@ class DeepSpeed(Session):
         return list(self.wrapper.param_groups)
 
     def gradients(self) -> Iterator[tuple[str, Any]]:
-        """Whole gradients, by DeepSpeed's own interface."""
+        """Whole gradients, by DeepSpeed's own interface, which gives them as they are: with the loss scale of fp16."""
         from deepspeed.utils import safe_get_full_grad
 
         plain = self._whole_here()
-        scale = self._scale() if plain else 1.0
+        scale = self._scale()
         for name, parameter in self.net.named_parameters():
             if not parameter.requires_grad:
                 continue
