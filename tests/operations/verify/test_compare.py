@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptctl.core.checkpoint import Checkpoint, Group, Optimizer
-from ckptctl.operations.verify.compare import Measure, compare, runs_unlike
+from ckptctl.operations.verify.compare import Measure, compare, of_squares, runs_unlike
 from ckptctl.operations.verify.record import Record, Trained
 from ckptctl.operations.verify.sides import Side
 
@@ -135,6 +135,40 @@ def test_within_tolerance_only_where_types_differ():
     assert found(record(), other, wide)[0] == [("a", "updated weight")]
     other.parameters["a"].before["weight"] = "y"  # what was loaded has no tolerance
     assert ("a", "weight") in found(record(), other, wide)[0]
+
+
+def by_another_program(weight, squares, moment=0.5):
+    """What differs where another program's step left those samples: of weights (1, 2), squares and moments (0.5, 1)."""
+    made = []
+    for w, m in (([1.0, 2.0], 0.5), (weight, moment)):
+        one = record()
+        a = one.parameters["a"]
+        a.settings = {"lr": 1e-3, "eps": 1e-8}
+        a.after |= {"weight": f"{w}", "exp_avg": f"{m}", "exp_avg_sq": "v"}
+        a.samples = {"weight": w, "exp_avg": [m, 1.0], "exp_avg_sq": squares}
+        made.append(one)
+    return [kind for _, kind in found(*made, Measure("float32", exact=False))[0]]
+
+
+def test_another_program_s_update_may_be_off_by_what_rounding_makes_of_it():
+    """lr 1e-3. Weights are off by 1e-5 of 2 at most, and by 2 lr 2^-13 times (largest root + eps) / (own + eps)."""
+    even = [1e-4, 1e-4]
+    assert by_another_program([1.0 + 2.0e-5, 2.0], even) == []
+    assert by_another_program([1.0 + 2.1e-5, 2.0], even) == ["updated weight"]
+    # The first element's gradients are 100 times smaller: 2e-5 + 2 * 1e-3 * 100 / 8192 = 4.4e-5.
+    assert by_another_program([1.0 + 4.3e-5, 2.0], [1e-8, 1e-4]) == []
+    assert by_another_program([1.0 + 4.6e-5, 2.0], [1e-8, 1e-4]) == ["updated weight"]
+    assert by_another_program([1.0, 2.0 + 4.3e-5], [1e-8, 1e-4]) == ["updated weight"]
+    # It has no gradient but rounding: twice the learning rate, whichever way each step went.
+    assert by_another_program([1.0 + 2.0e-3, 2.0], [0.0, 1e-4]) == []
+    assert by_another_program([1.0 + 2.1e-3, 2.0], [0.0, 1e-4]) == ["updated weight"]
+    assert by_another_program([float("nan"), 2.0], [0.0, 1e-4]) == ["updated weight"]
+
+
+def test_another_program_s_moments_are_off_by_what_its_gradients_are():
+    assert by_another_program([1.0, 2.0], [1.0, 1.0], 0.5 + 1.2e-4) == []
+    assert by_another_program([1.0, 2.0], [1.0, 1.0], 0.5 + 1.3e-4) == ["updated exp_avg"]
+    assert of_squares(0.5) == pytest.approx(1.5**2 - 1)
 
 
 def test_untied_copies_are_told():

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -184,6 +184,30 @@ def test_megatron_s_ranks_and_what_its_training_code_is_told():
     assert (told["args"]["tensor_model_parallel_size"], told["args"]["num_query_groups"]) == (2, 4)
     chunks = planned("megatron/dist_tp1pp2_vpp2").job["megatron"]
     assert (chunks["vpp"], chunks["format"], chunks["fused"]) == (2, "torch_dist", False)
+
+
+@pytest.mark.parametrize(
+    ("parser", "saved"), [("layernorm_epsilon", "norm_epsilon"), ("norm_epsilon", "layernorm_epsilon"),
+                          ("layernorm_epsilon", "layernorm_epsilon")],
+)  # fmt: skip
+def test_arguments_of_megatron_are_found_under_either_version_s_name(parser, saved, monkeypatch):
+    """A parser of one version, args saved by another: the norm's epsilon is not left at its default."""
+    from ckptctl.operations.verify.native.run_megatron import Live
+
+    def add(made):
+        made.add_argument("--norm-epsilon", type=float, default=1e-5, dest=parser)
+        made.add_argument("--swiglu", action="store_true")
+        made.add_argument("--no-position-embedding", action="store_false", dest="add_position_embedding")
+        made.add_argument("--save", type=str)
+        return made
+
+    for name in ("megatron", "megatron.training", "megatron.training.arguments"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["megatron.training.arguments"].add_megatron_arguments = add
+    live = Live.__new__(Live)
+    live.plan = {"args": {saved: 1e-6, "swiglu": True, "add_position_embedding": False, "save": "x"}}
+    live._own_flags = list
+    assert live._flags() == ["--norm-epsilon", "1e-06", "--swiglu", "--no-position-embedding"]
 
 
 def test_what_megatron_saves_is_read_as_the_run_s_own_truth(tmp_path, monkeypatch):

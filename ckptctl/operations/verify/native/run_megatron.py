@@ -19,25 +19,37 @@ from .rank import Story, run
 TAKEN = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
     "group_query_attention", "max_position_embeddings", "position_embedding_type", "rotary_base", "rotary_percent",
-    "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "normalization", "norm_epsilon", "swiglu",
-    "squared_relu", "quick_geglu", "openai_gelu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-    "apply_layernorm_1p", "untie_embeddings_and_output_weights", "apply_residual_connection_post_layernorm",
+    "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
+    "rotary_scaling_factor", "rope_type", "mscale", "mscale_all_dim", "no_rope_freq", "use_rotary_position_embeddings",
+    "add_position_embedding", "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "norm_epsilon",
+    "swiglu", "glu_linear_offset", "activation_func_clamp_value", "squared_relu", "quick_geglu", "openai_gelu",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "apply_layernorm_1p", "qk_l2_norm", "attention_output_gate",
+    "softmax_type", "untie_embeddings_and_output_weights", "apply_residual_connection_post_layernorm",
     "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
     "num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_router_pre_softmax",
     "moe_router_score_function", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_grouped_gemm",
     "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
-    "moe_token_dispatcher_type", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size", "sequence_parallel",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "transformer_impl",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "make_vocab_size_divisible_by", "use_distributed_optimizer", "overlap_grad_reduce", "ddp_bucket_size", "bf16",
-    "accumulate_allreduce_grads_in_fp32", "lr", "min_lr", "lr_decay_style", "weight_decay", "adam_beta1",
-    "adam_beta2", "adam_eps", "init_method_std", "window_size", "mtp_num_layers", "attention_softmax_in_fp32",
-    "apply_query_key_layer_scaling", "dist_ckpt_optim_fully_reshardable",
+    "moe_router_dtype", "moe_router_bias_update_rate", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy", "moe_apply_probs_on_input", "moe_latent_size", "moe_token_dispatcher_type",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "context_parallel_size", "sequence_parallel", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "transformer_impl", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "make_vocab_size_divisible_by", "use_distributed_optimizer",
+    "overlap_grad_reduce", "ddp_bucket_size", "bf16", "accumulate_allreduce_grads_in_fp32", "lr", "min_lr",
+    "lr_decay_style", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "init_method_std", "window_size",
+    "window_attn_skip_freq", "mtp_num_layers", "attention_softmax_in_fp32", "apply_query_key_layer_scaling",
+    "apply_wd_to_qk_layernorm", "fp32_residual_connection", "mtp_loss_scaling_factor",
+    "dist_ckpt_optim_fully_reshardable",
 )  # fmt: skip
 """Arguments that a run takes over from the checkpoint's own; all others are the steps' and the machine's."""
-SAVED_AS = {"norm_epsilon": "layernorm_epsilon"}
+ALSO = {
+    "layernorm_epsilon": "norm_epsilon",
+    "norm_epsilon": "layernorm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+}
+"""What another version calls an argument: 0.16 makes some of the fields of TransformerConfig, under their names."""
 
 
 def steps(job: dict[str, Any], story: Story) -> None:
@@ -106,7 +118,7 @@ class Live:
         done = set()
         for action in parser._actions:  # noqa: SLF001 (argparse tells its flags nowhere else)
             name = action.dest
-            value = saved.get(SAVED_AS.get(name, name))
+            value = saved.get(name, saved.get(ALSO.get(name, "")))
             if name not in TAKEN or name in done or value is None or not action.option_strings:
                 continue
             if action.const is not None and action.nargs == 0:
