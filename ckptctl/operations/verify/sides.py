@@ -233,7 +233,8 @@ def opened_both(a: Path | str, b: Path | str, reading: Reading | None = None, *,
 def _ordered(paths: tuple[Path | str, Path | str], readings: Sequence[Reading], why: MissingFact) -> list[Side]:
     """Two checkpoints, of which one keys its optimizer by numbers: in the order of the other's groups.
 
-    A wrong order cannot come out as equal: it gives parameters the moments of others.
+    Else in that order with matrices before vectors, as a Trainer groups them. A wrong order cannot come out as equal:
+    it gives parameters the moments of others.
     """
     sides: list[Side | None] = []
     for path, reading in zip(paths, readings, strict=True):
@@ -245,15 +246,25 @@ def _ordered(paths: tuple[Path | str, Path | str], readings: Sequence[Reading], 
             sides.append(None)
     known = next((s for s in sides if s is not None), None)
     optimizer = None if known is None else known.checkpoint.optimizer
-    if optimizer is None or not optimizer.groups:
+    if known is None or optimizer is None or not optimizer.groups:
         raise why
+    listed = [name for group in optimizer.groups for name in group.params]
+    shapes = {name: t.shape for name in listed if (t := known.tensor(name) or known.tensor(name, MASTER)) is not None}
+    dealt = sorted(listed, key=lambda name: len(shapes.get(name, (1, 1))) < 2)
+    orders = [listed] if dealt == listed else [listed, dealt]
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "order.txt"
-        file.write_text("".join(f"{name}\n" for group in optimizer.groups for name in group.params))
-        return [
-            s if s is not None else opened(p, replace(r, param_order=file))
-            for s, p, r in zip(sides, paths, readings, strict=True)
-        ]
+        for order in orders:
+            file.write_text("".join(f"{name}\n" for name in order))
+            try:
+                return [
+                    s if s is not None else opened(p, replace(r, param_order=file))
+                    for s, p, r in zip(sides, paths, readings, strict=True)
+                ]
+            except MissingFact as err:
+                if err.code != "param-order":
+                    raise
+    raise why
 
 
 def with_config(sides: Sequence[Side]) -> list[Side]:

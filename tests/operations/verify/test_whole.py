@@ -53,6 +53,15 @@ def test_a_model_that_transformers_has_not_is_verified_without_it(tmp_path):
     assert found["compared"]["exp_avg"] == 40
 
 
+def test_numbers_of_a_trainer_s_two_groups_get_the_names_of_a_run_that_has_one(tmp_path):
+    """Saved without its frozen embedding, so that no config tells the order: the other side's names do."""
+    layout = "deepspeed/zero2-dp2-bf16-frozen-excluded"
+    out = converted(layout, tmp_path / "out", "trainer", weights="master", dtype="float32")
+    found = verified(ckpt(layout), out, layout, no_model=True)
+    assert found["equal"], found["differences"][:5]
+    assert found["compared"]["exp_avg"] == 20
+
+
 def test_fewer_layers_are_said(tmp_path):
     found = verified(ckpt(LAYOUT), ckpt(LAYOUT), LAYOUT, layers=1)
     assert found["equal"]
