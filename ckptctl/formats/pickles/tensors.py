@@ -9,7 +9,6 @@ Lib/pickle.py, _Pickler, protocol 2.
 from __future__ import annotations
 
 import re
-import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +26,6 @@ _MATCH = re.compile(
     % {b"get": _GET, b"put": _PUT, b"int": _INT, b"ints": _INTS},
     re.S,
 ).match
-_LONG = {n: struct.Struct("<" + "xI" * n).unpack for n in (5, 7)}
 
 
 class Run(NamedTuple):
@@ -59,11 +57,8 @@ def tensor_at(
     )
     puts = 5 if shape is None else 7
     ids = b"".join((p0, p1, p4, p5, p6) if shape is None else (p0, p1, p2, p3, p4, p5, p6))
-    if len(ids) == 2 * puts:
-        is_next = dense + puts <= 256 and ids[1::2] == bytes(range(dense, dense + puts))
-    else:
-        is_next = len(ids) == 5 * puts and _LONG[puts](ids) == tuple(range(dense, dense + puts))
-    if not is_next or length[0] != len(key) or not read.isdisjoint(range(dense, dense + puts)):
+    codes, numbers = _next_puts(dense, puts)
+    if ids != codes or length[0] != len(key) or not read.isdisjoint(numbers):
         return None
     try:
         pid = (memo[_number(word)], memo[_number(kind)], key.decode(), memo[_number(place)], _number(numel))
@@ -73,6 +68,13 @@ def tensor_at(
     except (KeyError, TypeError, ValueError):  # opcode by opcode it is said at which byte
         return None
     return Run(made, puts, found.end())
+
+
+@lru_cache(1 << 14)
+def _next_puts(dense: int, puts: int) -> tuple[bytes, tuple[int, ...]]:
+    """How memo entries are written that are the next ones after dense, one after the other, and their numbers."""
+    numbers = tuple(range(dense, dense + puts))
+    return b"".join(b"q%c" % n if n < 256 else b"r" + n.to_bytes(4, "little") for n in numbers), numbers
 
 
 @lru_cache(1 << 12)
