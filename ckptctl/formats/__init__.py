@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ckptctl.core.checkpoint import Checkpoint, Facts
@@ -17,7 +18,6 @@ from ckptctl.formats.target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +168,15 @@ def detect(path: Path) -> Evidence:
     if path.is_dir():
         foreign: list[Unsupported] = []
         inner = _outermost([e for e in (_quiet(p, foreign) for p in _below(path)) if e is not None])
-        if len(inner) == 1:
+        if len(inner) == 1 and not foreign:
             return Evidence(inner[0].format, f"{inner[0].why}, in {inner[0].path.relative_to(path)}", inner[0].path)
         if inner:
-            listed = ", ".join(str(e.path.relative_to(path)) for e in inner[:8])
+            others = [err.where for err in foreign if Path(err.where).is_relative_to(path)]
+            found = [*(e.path for e in inner), *map(Path, others)]
+            listed = ", ".join(str(p.relative_to(path)) for p in found[:8])
             raise Unrecognised(
                 f"{path} holds several checkpoints",
-                why=listed + (", ..." if len(inner) > 8 else ""),
+                why=listed + (", ..." if len(found) > 8 else ""),
                 fix="give one of them",
             )
         if foreign:

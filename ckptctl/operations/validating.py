@@ -273,10 +273,8 @@ def _headers_only(one: _Checked, path: Path, reading: Reading | None, alone: boo
     if not found.looked_at and not found.has_errors and not (alone and path.suffix == ".json"):
         try:
             formats.detect(path)
-        except Unrecognised as err:
+        except CkptError as err:
             one.error = err
-        except CkptError:  # known, and not read at this level
-            pass
     items = [f for f in found.files if f.endswith(".distcp")]
     if not items:
         return

@@ -636,3 +636,19 @@ def test_a_checkpoint_whose_optimizer_is_not_known_was_not_looked_at(tmp_path):
     for file in run.rglob("model_optim_rng.pt"):
         replaced(file, b"param_groups", b"param_groupz")
     assert refused("validate", run)["code"] == "optimizer-unknown"
+
+
+@pytest.mark.parametrize(("name", "data"), [("x.gguf", b"GGUF\3\0\0\0"), ("x.h5", b"\x89HDF\r\n\x1a\n")])
+def test_what_is_known_and_not_read_is_exit_code_3_at_every_level(name, data, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    for level in ("header", "structure"):
+        assert "which this version does not read yet" in refused("validate", tmp_path / name, "--level", level)["what"]
+
+
+def test_a_model_beside_what_is_not_read_is_not_taken_for_the_whole(tmp_path):
+    """ColossalAI's folder has a Hugging Face model in it: one level up that would be all that is seen."""
+    shutil.copytree(ckpt("hf/llama-single"), tmp_path / "step" / "model")
+    (tmp_path / "step" / "optimizer").mkdir()
+    for path in (tmp_path, tmp_path / "step"):
+        refused("validate", path, "--level", "structure")
+        refused("inspect", path)
