@@ -268,6 +268,17 @@ def named_for(content: Content, naming: str) -> tuple[Content, list[Line]]:
 
 def _require_nameable(content: Content, known: set[str], naming: str) -> None:
     unknown = [n for n in content.weights if n not in known]
+    family = _family(content.source)
+    predicted = {p.name for p in family.extras()} if unknown and family is not None else set()
+    if unknown and predicted.issuperset(unknown):
+        layers = sorted({n.split(".")[2] for n in unknown if n.startswith("model.layers.")}, key=len)
+        raise MissingFact(
+            f"{_called(naming)} names of multi-token prediction are not known for {len(unknown)} weights: {unknown[0]}",
+            where=content.source.root,
+            why="they are layers beyond the model's own, which training alone uses (num_nextn_predict_layers)",
+            fix="leave them out with " + " ".join(f"--exclude 'model.layers.{n}.*'" for n in layers),
+            code="names-unknown",
+        )
     if unknown:
         raise MissingFact(
             f"{_called(naming)} model has no name for {len(unknown)} of the weights: {', '.join(unknown[:4])}",

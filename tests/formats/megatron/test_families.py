@@ -220,6 +220,25 @@ def test_layers_of_multi_token_prediction_go_by_megatron_s_names_in_other_format
     assert document("diff", source, tmp_path / "back")["equal"]
 
 
+def test_layers_of_multi_token_prediction_of_hugging_face_are_refused_and_can_be_left_out(tmp_path):
+    """DeepSeek-V3's own files have them after the model's layers."""
+    source, weights = made(tmp_path, "deepseek_v3")
+    config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    more = {p.name: np.zeros(p.shape, np.float32) for p in family(config).extras()}
+    assert {n.rpartition(".layers.4.")[0] for n in more} == {"model"}
+    save_file(weights | more, source / "model.safetensors", {"format": "pt"})
+    error = refused("convert", source, tmp_path / "no", "--to", "megatron")
+    assert (error["exit_code"], error["code"]) == (3, "names-unknown")
+    assert "multi-token prediction are not known for 32 weights" in error["what"]
+    assert error["fix"] == "leave them out with --exclude 'model.layers.4.*'"
+    good("convert", source, tmp_path / "out", "--to", "megatron", "--exclude", "model.layers.4.*")
+    good("convert", tmp_path / "out", tmp_path / "back", "--to", "hf", "--model-config", source)
+    answer = command("diff", source, tmp_path / "back", "--json")
+    assert answer.code == 1
+    assert {d["name"] for d in answer.json["differences"]} == set(more)
+
+
 UNEVEN = [
     ("pipeline_model_parallel_size: 2\ndecoder_first_pipeline_num_layers: 1\n", [1, 3]),
     ("pipeline_model_parallel_size: 2\ndecoder_last_pipeline_num_layers: 1\n", [3, 1]),
