@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.core.errors import CkptError, SourceChanged, Usage
+from ckptctl.core.errors import CkptError, Mismatch, SourceChanged, Usage
 from ckptctl.execute.cast import require_casts
 from ckptctl.execute.checks import FileChecks, extent_crc
 from ckptctl.execute.files import read_all
@@ -67,7 +67,7 @@ def run(
     in_place: the target is the source itself, and with overwrite the result takes its place when it is whole.
     checksums: the CRC-32 of every file is wanted (most are known anyway). progress is called from this thread, about
     ten times a second. before_commit gets the finished file or folder before it has its name: what it raises, stops the
-    commit.
+    commit; a Mismatch removes the result, other errors leave it for resume=True.
 
     Raises Usage (target there, or mixed up with the source), NoSpace, MissingFile, Damaged, Unsupported, SourceChanged
     (on resume: another job; at the end: the source was written to), Interrupted (SIGTERM, SIGHUP), CkptError with code
@@ -183,7 +183,11 @@ class _Run:
                 crcs = self._threads(shared)
         self._same_source()
         if before_commit is not None:
-            before_commit(self.partial.out)
+            try:
+                before_commit(self.partial.out)
+            except Mismatch:  # it is not what it should be: nothing to go on with
+                self.partial.discard()
+                raise
         self.partial.commit(files, overwrite, lambda inode: self.journal.line({"complete": inode}))
         return Outcome(
             time.monotonic() - self.started,

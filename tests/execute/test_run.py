@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckptctl.core.dtype import BY_NAME
-from ckptctl.core.errors import CkptError, Damaged, MissingFile, SourceChanged, Unsafe, Unsupported, Usage
+from ckptctl.core.errors import CkptError, Damaged, Mismatch, MissingFile, SourceChanged, Unsafe, Unsupported, Usage
 from ckptctl.core.output import OutputFile, Put, Region
 from ckptctl.core.tensor import Key, PieceTable, Source, Tensor
 from ckptctl.execute import Budget, Job, fitted, job, reread, run, space, work
@@ -206,6 +206,17 @@ def test_what_before_commit_raises_stops_the_commit(tmp_path):
     outcome = run(case.job(tmp_path), resume=True)
     assert outcome.resumed_nbytes == sum(map(len, case.wanted.values()))
     assert case.found(tmp_path) == case.wanted
+
+
+def test_a_result_that_is_not_what_it_should_be_is_removed(tmp_path):
+    case = random_case(7)
+
+    def look(_):
+        raise Mismatch("other")
+
+    with pytest.raises(Mismatch, match="other"):
+        run(case.job(tmp_path), before_commit=look)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
 def test_a_target_that_turns_up_meanwhile_is_not_replaced(tmp_path):

@@ -57,7 +57,7 @@ def verified_before(
                 f"the result does not train as the source does: {len(differences)} differences",
                 where=at["name"],
                 why=f"{at['kind']}: {at['what']} {at['detail']}",
-                fix="the result was not put in place; please report this, with both checkpoints' `inspect --json`",
+                fix="the result was removed; please report this, with both checkpoints' `inspect --json`",
                 code="verify-differs",
             )
 

@@ -8,7 +8,7 @@ import pytest
 
 import ckptctl
 from ckptctl import operations
-from ckptctl.core.errors import Damaged, Mismatch, Usage
+from ckptctl.core.errors import Damaged, Usage
 from ckptctl.operations.verify.batches import batches
 from tests.operations.verify.made import converted, reading_of, verified
 from tests.support.checkpoints import ckpt, needs_torch
@@ -98,21 +98,29 @@ def test_a_conversion_is_verified_before_it_has_its_name(tmp_path):
     assert (tmp_path / "out").is_dir()
 
 
-def test_a_result_that_differs_is_not_put_in_place(tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", [("convert", "torch/plain_legacy", "--to", "torch"),
+                                   ("convert", "torch/plain_legacy", "--to", "torch", "--overwrite"),
+                                   ("reshard", "torch/fsdp2_dp4_dcp", "--dp", "3")])  # fmt: skip
+def test_a_result_that_differs_is_not_put_in_place(words, tmp_path, monkeypatch):
     from ckptctl.operations.verify import before
 
-    right = before.verify
+    right, (name, layout, *flags) = before.verify, words
 
     def other_source(src, result, what, reading):
         return right(ckpt("torch/fsdp1_local_flat"), result, what, reading)  # the same model of another optimizer
 
     monkeypatch.setattr(before, "verify", other_source)
-    with pytest.raises(Mismatch, match="does not train"):
-        operations.convert(
-            ckpt(LAYOUT), tmp_path / "out", operations.Conversion(to="torch"), reading_of(LAYOUT),
-            operations.Running(verify=True),
-        )  # fmt: skip
-    assert not (tmp_path / "out").exists()
+    there = "--overwrite" in flags
+    if there:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").write_text("old")
+    done = command(name, ckpt(layout), tmp_path / "out", *flags, "--verify", "--json", *config_of(layout))
+    assert done.code == 1, done
+    assert done.error["code"] == "verify-differs"
+    assert "does not train" in done.error["what"]
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == (
+        ["out", "out/mine"] if there else []
+    )
 
 
 def test_weights_that_were_rounded_on_purpose_are_verified_as_such(tmp_path):
