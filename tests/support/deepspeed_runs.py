@@ -26,7 +26,7 @@ os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
 KINDS = ("exp_avg", "exp_avg_sq")
 VOCABULARY, WIDTH = 37, 12
 
-# A job: {dp, stage, dtype: fp32|bf16|fp16, groups: one|two|three, frozen, tied, save: FOLDER or load: FOLDER,
+# A job: {dp, stage, dtype: fp32|bf16|fp16, groups: one|two|three, frozen, tied, empty, save: FOLDER or load: FOLDER,
 #         universal, zero: {more of zero_optimization}, config: {more of the configuration}}
 Job = dict[str, Any]
 
@@ -52,6 +52,8 @@ def net_of(job: Job):
             self.scale = nn.Parameter(torch.ones(1))
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
             self.register_buffer("gain", torch.full((3,), 0.5))
+            if job.get("empty"):
+                self.nothing = nn.Parameter(torch.zeros(0, 4))
             if job.get("tied"):
                 self.head.weight = self.embed.weight
 

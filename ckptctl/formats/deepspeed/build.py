@@ -109,11 +109,18 @@ class Build:
             self.ties[alias] = owner
 
     def derived(self, model: ModelFile) -> set[str]:
-        """Names that module has as an empty placeholder while their shape is another one: ZeRO-3."""
-        shapes = {n for g in model.shapes or () for n in g} | set(model.frozen or ())
+        """Names that module has as an empty placeholder while their shape is another one: ZeRO-3.
+
+        A parameter may have no element at all, too, at any stage.
+        """
+        module, frozen = model.module or {}, model.frozen or {}
+        shapes = {n: s for g in model.shapes or () for n, s in g.items()} | frozen
         if not any(Key(n, MASTER) in self.tensors for n in shapes):
-            return set(model.frozen or ()) if model.stage == 3 else set()
-        return {n for n, r in (model.module or {}).items() if not r.numel and n not in model.buffers}
+            return set(frozen) if model.stage == 3 else set()
+        places = {n for n, r in module.items() if is_placeholder(r) and n not in model.buffers}
+        if model.stage != 3 and not any(shapes.get(n, (0,)) != (0,) for n in places):
+            return set()
+        return {n for n in places if n in frozen or shapes.get(n) != (0,)}
 
     def derive(self, model: ModelFile) -> None:
         """Weights of which only the float32 master is stored, in the run's type; and aliases of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import MASTER, Group, Optimizer
@@ -57,6 +57,10 @@ class Run:
     """Whose order the parameters of each group are in; "" where there is none."""
     updates: int | None = None
     """How often the optimizer updated every parameter alike, where that was asked; None where they differ."""
+    empty: frozenset[str] = frozenset()
+    """Parameters without elements, which no partitioned optimizer has.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py, _get_zero_frozen_param_attributes (is_optimized_parameter)."""
 
     @property
     def has_shards(self) -> bool:
@@ -143,6 +147,10 @@ def run_of(content: Content, choices: Choices) -> Run:
     stage = choices.zero_stage
     if choices.weights_alone and stage != 3 and not choices.universal:
         stage = 0  # at stage 3 the weights are the shards' masters and nothing else
+    empty: frozenset[str] = frozenset()
+    if stage or choices.universal:  # parameters without elements are frozen ones there, whatever the run's groups say
+        empty = frozenset(n for g in groups for n in g.params if 0 in weights[n].shape)
+        groups = [replace(g, params=tuple(n for n in g.params if n not in empty)) for g in groups]
     if experts:
         _require_place(content, stage, choices)
         groups = teams.expert_groups(groups, choices.dp, choices.ep)
@@ -151,7 +159,8 @@ def run_of(content: Content, choices: Choices) -> Run:
             f"--ep {choices.ep}: the model has no experts of DeepSpeed's", fix="leave --ep out, or give 1"
         )
     listed = dict.fromkeys(n for g in groups for n in g.params)
-    astray = next((n for n, _ in content.states if n not in listed and n not in content.ties), None)
+    placed = {*listed, *empty, *content.ties}
+    astray = next((n for n, _ in content.states if n not in placed), None)
     if astray is not None:
         raise MissingFact(
             f"{astray} has state, and is in no param group",
@@ -160,7 +169,7 @@ def run_of(content: Content, choices: Choices) -> Run:
             fix="--no-optimizer lets the state go",
             code="param-order",
         )
-    states = _states(content)
+    states = {n: s for n, s in _states(content).items() if n not in empty}
     own = content.values.get("deepspeed")
     own = own if isinstance(own, dict) else {}
     dtype = next((weights[n].dtype.name for n in candidates), F32.name)
@@ -181,6 +190,7 @@ def run_of(content: Content, choices: Choices) -> Run:
         _config(own, stage, dtype),
         whose,
         choices.updates,
+        empty,
     )
 
 

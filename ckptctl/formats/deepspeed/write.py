@@ -55,6 +55,9 @@ def write(content: Content, choices: Choices) -> Written:
         why = "flat groups are in the optimizer's own order: set it to false in the run's configuration, or DeepSpeed "
         why += "gives parameters each other's state"
         lines.append(Line(ROUND_ROBIN, "dropped", why))
+    if run.empty:
+        why = f"{len(run.empty)}, with no state, which has no element either: DeepSpeed's optimizer leaves them out"
+        lines.append(Line("parameters without elements", "written", why))
     widened = sum(i.tensor.held.name != F32.name for i in run.masters.values())
     if widened:
         lines.append(Line("masters", "filled", f"{widened} of {len(run.masters)}: the weights, widened to float32"))

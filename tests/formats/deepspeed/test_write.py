@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 import ckptctl
@@ -11,6 +12,7 @@ from ckptctl.formats.deepspeed.opened import Pile
 from tests.formats.deepspeed.test_read import config_of, source
 from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
+from tests.support.saving import adamw, arange, torch_save
 
 MOST = "deepspeed/zero1-dp2-bf16"
 NAMES = [
@@ -225,6 +227,21 @@ def test_a_stage_that_is_none_is_wrong_usage(tmp_path):
     done = command("reshard", source("deepspeed/zero1-dp2-bf16"), tmp_path / "out", "--zero-stage", "4")
     assert done.code == 2
     assert "--zero-stage 4" in done.err
+
+
+@pytest.mark.parametrize("words", [["--zero-stage", "2"], ["--zero-stage", "3"], ["--universal"]], ids=" ".join)
+def test_a_parameter_without_elements_is_in_no_flat_group(words, tmp_path):
+    """DeepSpeed's partitioned optimizer does not have it, and refuses a file that counts it."""
+    params = {"a": arange(3, 2), "nothing": arange(0, 4), "b": arange(5)}
+    torch_save(tmp_path / "s.pt", {"model": params, "optimizer": adamw(list(params), params)})
+    good("convert", tmp_path / "s.pt", tmp_path / "a", "--to", "deepspeed", "--dp", "2", *words)
+    (file, *_) = sorted((tmp_path / "a").glob("*/*_model_states.pt"))
+    with Pile(file.parent).open(file.name) as opened:
+        assert [n for g in opened.root["param_shapes"] for n in g] == ["a", "b"]
+        assert list(opened.root["frozen_param_shapes"]) == ["nothing"]
+    with ckptctl.open(tmp_path / "a") as view:
+        assert view["nothing"].shape == (0, 4)
+        assert (view.state("b", "exp_avg").numpy() == params["b"] + np.float32(0.5)).all()
 
 
 # ---- stage 0 --------------------------------------------------------------------------------------------------------
