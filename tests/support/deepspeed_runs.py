@@ -138,7 +138,7 @@ def state_of(engine, net) -> dict[str, str]:
     for name, p in net.named_parameters():
         with deepspeed.zero.GatheredParameters([p]):
             put(name, "weight", p.data)
-        if p.requires_grad and not whole:
+        if p.requires_grad and not whole and getattr(p, "ds_numel", p.numel()):
             put(name, "master", safe_get_full_fp32_param(p))
             for kind in KINDS:
                 put(name, kind, safe_get_full_optimizer_state(p, kind))

@@ -128,6 +128,8 @@ class Build:
         for key, master in list(self.tensors.items()):
             if key.kind != MASTER or Key(key.name) in self.tensors or Key(key.name, "buffer") in self.tensors:
                 continue
+            if self.unnamed and key.name not in module:
+                continue  # a number: whose weights the master is of is not known
             ref = module.get(key.name)
             dtype = ref.dtype if ref is not None else BY_NAME[model.run_dtype]
             self.put(cast_of(master, key.name, dtype))

@@ -162,11 +162,16 @@ def run_of(content: Content, choices: Choices) -> Run:
     placed = {*listed, *empty, *content.ties}
     astray = next((n for n, _ in content.states if n not in placed), None)
     if astray is not None:
+        unnamed = optimizer.unnamed
         raise MissingFact(
-            f"{astray} has state, and is in no param group",
+            f"the optimizer's state is keyed by numbers: which parameter {astray} is, is in no file"
+            if unnamed
+            else f"{astray} has state, and is in no param group",
             where=content.source.root,
-            why="flat tensors are by group, in the group's order",
-            fix="--no-optimizer lets the state go",
+            why=unnamed or "flat tensors are by group, in the group's order",
+            fix="give the names in the optimizer's order, a name a line: --param-order FILE"
+            if unnamed
+            else "--no-optimizer lets the state go",
             code="param-order",
         )
     states = {n: s for n, s in _states(content).items() if n not in empty}

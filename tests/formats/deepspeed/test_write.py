@@ -312,6 +312,24 @@ def test_what_a_stage_has_no_form_for_is_refused(name, words, code, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.real
+@pytest.mark.parametrize("words", [["--zero-stage", "2"], ["--zero-stage", "0"], ["--universal"]], ids=" ".join)
+def test_numbers_that_mean_no_parameter_are_never_written_as_names(words, tmp_path):
+    """With frozen parameters the numbers of stage 0 fit several orders: masters are nobody's weights then."""
+    a = source("deepspeed/zero2-dp4-bf16-groups-frozen")
+    good("reshard", a, tmp_path / "zero", "--zero-stage", "0")
+    shown = document("inspect", tmp_path / "zero")
+    assert shown["kinds"]["weight"]["tensors"] == 39
+    error = refused("reshard", tmp_path / "zero", tmp_path / "out", *words)
+    assert error["code"] == "param-order"
+    assert "--param-order" in error["fix"]
+    order = tmp_path / "order"
+    order.write_text("\n".join(n for g in groups_of(a) for n in g))
+    good("reshard", tmp_path / "zero", tmp_path / "out", *words, "--param-order", order)
+    order_known = ["--param-order", order] if "0" in words else []
+    assert document("diff", a, tmp_path / "out", "--optimizer", *order_known)["equal"]
+
+
 def test_stage_zero_is_for_deepspeed_alone(tmp_path):
     done = command("convert", source(MOST), tmp_path / "out", "--to", "torch", "--zero-stage", "0")
     assert done.code == 2
