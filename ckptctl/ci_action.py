@@ -2,8 +2,9 @@
 
 `python -m ckptctl.ci_action [PATH...]`. Variables, each a text, lists one item a line:
 
-    CKPTCTL_PATHS (besides the arguments)   CKPTCTL_LEVEL (header)   CKPTCTL_FAIL_ON (error)   CKPTCTL_SELECT
-    CKPTCTL_IGNORE   CKPTCTL_BASELINE   CKPTCTL_MODEL_CONFIG   CKPTCTL_RESUMABLE (true, false)   CKPTCTL_OUTPUT
+    CKPTCTL_PATHS (besides the arguments)   CKPTCTL_LEVEL (header; structure with RESUMABLE)   CKPTCTL_FAIL_ON (error)
+    CKPTCTL_SELECT   CKPTCTL_IGNORE   CKPTCTL_BASELINE   CKPTCTL_MODEL_CONFIG   CKPTCTL_RESUMABLE (true, false)
+    CKPTCTL_OUTPUT
 
 In a GitHub workflow annotations and the step's summary are written too, and `ok`, `errors`, `warnings` and
 `newest-resumable` to GITHUB_OUTPUT.
@@ -30,13 +31,14 @@ _LISTS = {"SELECT": "--select", "IGNORE": "--ignore"}
 def arguments(env: Mapping[str, str], paths: Sequence[str], report: str) -> list[str]:
     """The command line that the environment asks for; report is where its JSON goes."""
     words = ["validate", "--no-progress"]
-    values = {"LEVEL": "header", "FAIL_ON": "error"}
+    must_resume = env.get("CKPTCTL_RESUMABLE", "").strip().lower() in ("1", "true", "yes", "on")
+    values = {"LEVEL": "structure" if must_resume else "header", "FAIL_ON": "error"}
     values |= {k: v for k in _FLAGS if (v := env.get(f"CKPTCTL_{k}", "").strip())}
     for name, value in values.items():
         words += [_FLAGS[name], value]
     for name, flag in _LISTS.items():
         words += [w for value in _lines(env.get(f"CKPTCTL_{name}", "")) for w in (flag, value)]
-    if env.get("CKPTCTL_RESUMABLE", "").strip().lower() in ("1", "true", "yes", "on"):
+    if must_resume:
         words.append("--resumable")
     outputs = _lines(env.get("CKPTCTL_OUTPUT", ""))
     if not any("=" not in o and o != "github" for o in outputs):

@@ -26,6 +26,11 @@ def step(*paths, **env):
     return done
 
 
+def test_headers_are_enough_unless_a_run_is_to_go_on():
+    for env, level in (({}, "header"), ({"CKPTCTL_RESUMABLE": "true"}, "structure"), ({"CKPTCTL_LEVEL": ""}, "header")):
+        assert arguments(env, [], "r.json")[2:4] == ["--level", level]
+
+
 def test_the_environment_becomes_flags():
     env = {
         "CKPTCTL_PATHS": "a b\n\n c\n", "CKPTCTL_LEVEL": "values", "CKPTCTL_IGNORE": "CK4\ngap",

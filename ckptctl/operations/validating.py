@@ -97,6 +97,7 @@ def validate(
         what = replace(what, against=Path(near(what.against)))
     _require(what)
     _require_level(paths, what)
+    _require_looked_at(what, reading)
     if reading is not None:
         given_config(reading.model_config)  # one that is not there is the user's mistake, not the checkpoint's
     known = _baseline(what.baseline)
@@ -173,6 +174,16 @@ def _require_level(paths: Sequence[Path | str], what: Validation) -> None:
                 f"{asked}: {address} is on the Hub, and would be read whole",
                 fix="give --level structure or header; or download it (`hf download`) and give its folder",
             )
+
+
+def _require_looked_at(what: Validation, reading: Reading | None) -> None:
+    """Usage where something is asked for that headers do not tell: nothing would be said of it."""
+    if what.level != "header":
+        return
+    asked = {"--resumable": what.must_resume, "--verify-replicas": reading is not None and reading.verify_replicas}
+    for flag, given in asked.items():
+        if given:
+            raise Usage(f"{flag}: --level header does not look at that", fix="give --level structure or values")
 
 
 def _matches(found: Finding, words: Sequence[str]) -> bool:

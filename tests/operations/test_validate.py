@@ -652,3 +652,9 @@ def test_a_model_beside_what_is_not_read_is_not_taken_for_the_whole(tmp_path):
     for path in (tmp_path, tmp_path / "step"):
         refused("validate", path, "--level", "structure")
         refused("inspect", path)
+
+
+@pytest.mark.parametrize("flag", ["--resumable", "--verify-replicas"])
+def test_what_headers_do_not_tell_is_not_promised(flag):
+    error = refused("validate", BROKEN / "ok-minimal.safetensors", "--level", "header", flag, code=2)
+    assert error["what"].startswith(flag)
