@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 WIDE = {"bfloat16": "float32", "float16": "float32", "float32": "float32", "float64": "float64"}
 """What a float type is widened to, exactly, to be compared with another."""
-_BLOCK_NBYTES = 1 << 20
-"""Bytes of each side at a time: both stay in a core's cache."""
+_BLOCK_NBYTES = 1 << 22
+"""Bytes of each side at a time: fewer have threads wait for each other."""
 Name = tuple[str, str]
 
 
