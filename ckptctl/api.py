@@ -232,6 +232,7 @@ def convert(
     module: str | None = None,
     key_map: str | Path | None = None,
     layer_names: str | Path | None = None,
+    verify_checksums: bool = False,
     replica: str | None = None,
     verify_replicas: bool = False,
     memory: str = "512MiB",
@@ -249,7 +250,16 @@ def convert(
     index_keys, bare, names, merge_adapter, module_prefix. TypeError for one that does not exist.
     """
     reading = operations.Reading(
-        model_config, None, None, param_order, module, key_map, layer_names, replica, verify_replicas
+        model_config,
+        None,
+        None,
+        param_order,
+        module,
+        key_map,
+        layer_names,
+        replica,
+        verify_replicas,
+        verify_checksums=verify_checksums,
     )
     running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
     return operations.convert(src, dst, operations.Conversion(to, **flags), reading, running, progress=progress)
@@ -262,6 +272,7 @@ def reshard(
     model_config: str | Path | None = None,
     param_order: str | Path | None = None,
     layer_names: str | Path | None = None,
+    verify_checksums: bool = False,
     memory: str = "512MiB",
     jobs: int = 0,
     overwrite: bool = False,
@@ -274,7 +285,9 @@ def reshard(
     flags are the command's layout flags, with underscores: dp, tp, pp, vpp, ep, zero_stage, universal, megatron_format,
     optimizer, max_shard_size, ... Usage for one that the source's format does not take.
     """
-    reading = operations.Reading(model_config, param_order=param_order, layer_names=layer_names)
+    reading = operations.Reading(
+        model_config, param_order=param_order, layer_names=layer_names, verify_checksums=verify_checksums
+    )
     running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
     return operations.reshard(src, dst, reading, running, **flags)
 
@@ -289,6 +302,7 @@ def strip(
     yes: bool = False,
     model_config: str | Path | None = None,
     layer_names: str | Path | None = None,
+    verify_checksums: bool = False,
     memory: str = "512MiB",
     jobs: int = 0,
     overwrite: bool = False,
@@ -300,7 +314,7 @@ def strip(
     return operations.strip(
         src,
         dst,
-        operations.Reading(model_config, layer_names=layer_names),
+        operations.Reading(model_config, layer_names=layer_names, verify_checksums=verify_checksums),
         running,
         keep=tuple(keep),
         drop=tuple(drop),

@@ -98,6 +98,7 @@ def add(app: typer.Typer) -> None:
         key_map: options.KEY_MAP = None,
         replica: options.REPLICA = None,
         verify_replicas: options.VERIFY_REPLICAS = False,
+        verify_checksums: options.VERIFY_CHECKSUMS = False,
         layer_names: options.LAYER_NAMES = None,
         dry_run: options.DRY_RUN = False,
         plan_out: options.PLAN_OUT = None,

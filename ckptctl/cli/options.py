@@ -71,6 +71,10 @@ REPLICA = Annotated[
 VERIFY_REPLICAS = Annotated[
     bool, typer.Option("--verify-replicas", help="Read and compare all copies of what several ranks hold.")
 ]
+VERIFY_CHECKSUMS = Annotated[
+    bool,
+    typer.Option("--verify-checksums", help="Read the source whole first; compare it with its torch files' checksums."),
+]
 ONLY = Annotated[
     list[str] | None,
     typer.Option("--only", help="Take only tensors whose name matches. May be given several times.", metavar="GLOB"),

@@ -48,6 +48,7 @@ def add(app: typer.Typer) -> None:
         param_order: options.PARAM_ORDER = None,
         replica: options.REPLICA = None,
         verify_replicas: options.VERIFY_REPLICAS = False,
+        verify_checksums: options.VERIFY_CHECKSUMS = False,
         layer_names: options.LAYER_NAMES = None,
         dry_run: options.DRY_RUN = False,
         overwrite: options.OVERWRITE = False,

@@ -39,6 +39,8 @@ class Reading:
     replica: str | None = None
     verify_replicas: bool = False
     weights_only: bool = False
+    verify_checksums: bool = False
+    """Whether all bytes of torch zips are compared with their checksums, before any of them is moved."""
 
 
 def open_checkpoint(path: Path | str, reading: Reading | None = None) -> tuple[Checkpoint, formats.Evidence]:
@@ -99,6 +101,19 @@ def open_movable(
     require_tensors(source)
     require_one_source(evidence)
     require_plain(source)
+    if reading is not None and reading.verify_checksums:
+        from ckptctl.operations.checks.sums import require_checksums
+
+        checked, without = require_checksums(source)
+        if not checked:
+            raise Unsupported(
+                "--verify-checksums: no file of the source has checksums that are known here",
+                where=source.root,
+                fix="leave it out; `ckptctl validate --against` compares with a list of SHA-256 sums",
+            )
+        if without:
+            said = f"{without} of {checked + without} files of the source have no checksums, and were not compared"
+            source = replace(source, warnings=(*source.warnings, said))
     return source, evidence
 
 

@@ -6,10 +6,11 @@ import hashlib
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.checksum import combine, crc32
-from ckptctl.core.errors import CkptError, Usage
+from ckptctl.core.errors import CkptError, Damaged, Usage
 from ckptctl.formats.bytesource import FileBytes, read_whole
 from ckptctl.formats.torchfile.read import open_torch
 from ckptctl.formats.zipdir import read_zip
@@ -18,8 +19,9 @@ from ckptctl.remote import places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.formats.zipdir import ZipDirectory, ZipRecord
     from ckptctl.operations.checks.found import Found
 
 _BLOCK = 4 << 20
@@ -49,11 +51,40 @@ def check_archives(found: Found, jobs: int = 0) -> None:
                 found.error(err, name)
 
 
-def _archive(found: Found, name: str, reader: FileBytes, pool: ThreadPoolExecutor) -> None:
-    directory = read_zip(reader)
-    if not directory.has_checksums:
-        found.note("no-checksums", "the archive has no checksums", file=name)
-        return
+def require_checksums(source: Checkpoint, jobs: int = 0) -> tuple[int, int]:
+    """Damaged where bytes of a source's torch zip are not those that its checksums are of. Reads every file whole.
+
+    How many files have checksums, and how many have none.
+    """
+    root = Path(source.root)
+    files = [root / s.path if s.path else root for s in source.sources]
+    checked, without = 0, 0
+    with ThreadPoolExecutor(max(1, jobs or 2)) as pool:
+        for file in dict.fromkeys(files):
+            with FileBytes(file) as reader:
+                try:
+                    directory = read_zip(reader)
+                except CkptError:  # no zip, and so without checksums
+                    without += 1
+                    continue
+                if not directory.has_checksums:
+                    without += 1
+                    continue
+                checked += 1
+                for record, why in _unlike(reader, directory, pool):
+                    raise Damaged(
+                        f"bytes of {record.name} changed after they were written",
+                        where=str(file),
+                        why=why,
+                        fix="copy the file again from where it is whole; `ckptctl validate --level values` names the "
+                        "tensors",
+                        code="checksum-mismatch",
+                    )
+    return checked, without
+
+
+def _unlike(reader: FileBytes, directory: ZipDirectory, pool: ThreadPoolExecutor) -> list[tuple[ZipRecord, str]]:
+    """Records of a zip whose bytes are not those that its checksums are of, and why."""
     records = [r for r in directory.records.values() if not r.method]
     parts = [(r, at, min(_PART, r.nbytes - at)) for r in records for at in range(0, max(r.nbytes, 1), _PART)]
     sums: dict[str, int] = {}
@@ -61,14 +92,25 @@ def _archive(found: Found, name: str, reader: FileBytes, pool: ThreadPoolExecuto
         parts, pool.map(lambda p: _crc(reader, p[0].start + p[1], p[2]), parts), strict=True
     ):
         sums[record.name] = combine(sums[record.name], crc, n) if at else crc
-    unlike = [r for r in records if sums[r.name] != r.crc]
+    return [
+        (r, f"CRC-32 of {r.name} is {sums[r.name]:08x}, the archive says {r.crc:08x}")
+        for r in records
+        if sums[r.name] != r.crc
+    ]
+
+
+def _archive(found: Found, name: str, reader: FileBytes, pool: ThreadPoolExecutor) -> None:
+    directory = read_zip(reader)
+    if not directory.has_checksums:
+        found.note("no-checksums", "the archive has no checksums", file=name)
+        return
+    unlike = _unlike(reader, directory, pool)
     if not unlike:
         return
     tensors = tensors_in(open_torch(reader, []))
-    for record in unlike:
+    for record, why in unlike:
         key = record.name.rpartition("/data/")[2] if "/data/" in record.name else ""
         tensor = tensors.get(key, "")
-        why = f"CRC-32 of {record.name} is {sums[record.name]:08x}, the archive says {record.crc:08x}"
         found.note("checksum-mismatch", "bytes changed after they were written", file=name, tensor=tensor, why=why)
 
 

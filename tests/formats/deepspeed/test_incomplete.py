@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 
+import ckptctl
 from tests.formats.deepspeed.test_read import copied, stopped
+from tests.support.checkpoints import ckpt
 from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
 
@@ -92,3 +94,28 @@ def test_without_the_first_rank_s_model_file_ties_are_unknown(tmp_path):
     assert error["code"] == "missing-file"
     assert "lm_head.weight" in error["what"]
     assert "zero_pp_rank_0_mp_rank_00_model_states.pt" in error["fix"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("kind", ["exp_avg", "master"])
+def test_a_byte_that_changed_is_told_by_the_file_s_checksums(kind, tmp_path):
+    """Nothing beside a moment, or a master of stage 3, contradicts it."""
+    path = copied(THREE, tmp_path)
+    good("reshard", path, tmp_path / "whole", "--dp", "3", "--verify-checksums")
+    with ckptctl.open(path) as view:
+        table = view.checkpoint.tensors[("model.norm.weight", kind, "")].pieces[0]
+        file = path / view.checkpoint.sources[int(table.source[0])].path
+    data = bytearray(file.read_bytes())
+    data[int(table.start[0])] ^= 1
+    file.write_bytes(data)
+    for words in (["convert", "--to", "torch"], ["reshard", "--dp", "3"], ["strip"]):
+        error = refused(words[0], path, tmp_path / "out", *words[1:], "--verify-checksums")
+        assert error["code"] == "checksum-mismatch"
+        assert file.name in error["where"]
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.real
+def test_what_has_no_checksums_is_not_taken_for_compared(tmp_path):
+    error = refused("convert", ckpt("hf/llama-single"), tmp_path / "out", "--to", "torch", "--verify-checksums")
+    assert "no file of the source has checksums" in error["what"]
