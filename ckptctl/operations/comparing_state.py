@@ -22,7 +22,7 @@ from ckptctl.operations.tensors import as_number, scalar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptctl.core.checkpoint import Checkpoint
+    from ckptctl.core.checkpoint import Checkpoint, Group
     from ckptctl.core.values import Tree
     from ckptctl.operations.differences import Found
     from ckptctl.operations.tensors import TensorReader
@@ -114,7 +114,16 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Document]:
     optimizer, _ = completed(checkpoint.optimizer)  # what torch's Adam says, and a fused one takes for granted
     if optimizer is None:
         return {}
-    return {name: {k: _comparable(v) for k, v in g.options.items()} for g in optimizer.groups for name in g.params}
+    return {
+        name: {k: _comparable(v) for k, v in {**_implied(g), **g.options}.items()}
+        for g in optimizer.groups
+        for name in g.params
+    }
+
+
+def _implied(group: Group) -> dict[str, Any]:
+    """What torch's Adam does without a setting for it: it always corrects the moments' bias. A fused one is told so."""
+    return {"bias_correction": True} if "amsgrad" in group.options else {}
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -113,6 +113,16 @@ def test_the_optimizer_is_compared_when_asked(case, tmp_path):
     assert {d["kind"] for d in found["differences"]} == {want[1]}
 
 
+def test_that_torchs_adam_corrects_the_bias_needs_no_word(tmp_path):
+    """A fused Adam has a setting for it, torch's has none and does it always."""
+    torchs = {"optimizer__param_groups__0__amsgrad": False}
+    said = {**torchs, "optimizer__param_groups__0__bias_correction": True}
+    assert compare(tmp_path, state(**torchs), state(**said), "--optimizer")["equal"]
+    assert compare(tmp_path, state(**said), state(**torchs), "--optimizer")["equal"]
+    without = state(**torchs, optimizer__param_groups__0__bias_correction=False)
+    assert ("a", "group", "value") in whats(compare(tmp_path, state(**torchs), without, "--optimizer"))
+
+
 STATE = {
     "scheduler": ({"scheduler__last_epoch": 4}, ("scheduler.last_epoch", "scheduler", "value")),
     "list": ({"scheduler__lrs": [0.1, 0.3]}, ("scheduler.lrs", "scheduler", "value")),
