@@ -37,6 +37,9 @@ def checks(record: Record, checkpoint: Checkpoint, *, is_drawn: bool) -> list[Do
         out.append(_check("loss is in the band of a new model's", record.losses[0] <= bound, detail))
     norm = record.gradient_norms[0]
     out.append(_check("the gradient is there and finite", math.isfinite(norm) and norm > 0, f"norm {norm:.6g}"))
+    if homeless := weights_left_out(record):
+        detail = f"{len(homeless)} are not in the model of the config: {', '.join(homeless[:3])}"
+        out.append(_check("every weight has its place in the model", False, detail))
     for alias, owner in record.untied:
         out.append(_check("tied weights are one", False, f"{alias} and {owner} have different bytes"))
     for name, kind in record.incomplete:
@@ -52,6 +55,11 @@ def checks(record: Record, checkpoint: Checkpoint, *, is_drawn: bool) -> list[Do
             )
         )
     return [*out, *_recorded(record, checkpoint)]
+
+
+def weights_left_out(record: Record) -> list[str]:
+    """Weights of the checkpoint that the model has no place for: by another config they would take part."""
+    return [name for name, _, kind in (each.rpartition(" ") for each in record.left_out) if kind == "(weight)"]
 
 
 def _recorded(record: Record, checkpoint: Checkpoint) -> list[Document]:

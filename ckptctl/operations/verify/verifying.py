@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.execute.signals import terminable
-from ckptctl.operations.verify.checking import checks
+from ckptctl.operations.verify.checking import checks, weights_left_out
 from ckptctl.operations.verify.compare import compare, runs_unlike, schedules_unlike
 from ckptctl.operations.verify.device import deterministic
 from ckptctl.operations.verify.more import more, require_more
@@ -106,6 +106,11 @@ def document(prepared: Prepared, records: Sequence[Record], what: Verification) 
     out["parameters"] = sum(p.settings is not None for p in first.parameters.values())
     out["notes"] = [*prepared.notes, *dict.fromkeys(n for r in records for n in r.notes)]
     if len(records) == 2:
+        if job.types is None and (homeless := weights_left_out(first)):
+            named = f"{len(homeless)} weights ({homeless[0]})"
+            out["notes"].append(
+                f"{named} are not in the model of the config: their bytes are compared, no step has them"
+            )
         judged = compare(first, records[1], prepared.measure, prepared.unlike)
         judged.differences.extend(schedules_unlike(prepared.sides, prepared.rates))
         differences, notes = runs_unlike(prepared.sides)

@@ -183,6 +183,24 @@ def test_what_is_frozen_is_looked_at_before_and_after_the_step(right, tmp_path):
     assert (other["equal"], other["cause"]["name"]) == (False, UP)
 
 
+def of_another_model(state):
+    import torch
+
+    state["model"]["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
+
+
+def test_weights_that_the_config_s_model_has_no_place_for_are_told(right, tmp_path):
+    """Biases of another family's projections: no step computes with them, so no loss is the run's."""
+    source = changed(right, tmp_path, of_another_model)
+    found = verified(source, None, LAYOUT)
+    assert found["equal"] is False
+    (check,) = (c for c in found["checks"] if c["ok"] is False)
+    assert (check["name"], "q_proj.bias" in check["detail"]) == ("every weight has its place in the model", True)
+    both = verified(source, source, LAYOUT)
+    assert both["equal"] is True
+    assert any("1 weights" in n and "no step has them" in n for n in both["notes"])
+
+
 def test_the_source_and_its_conversion_are_equal(right):
     assert verified(ckpt(LAYOUT), right, LAYOUT)["equal"] is True
 
