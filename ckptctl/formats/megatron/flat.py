@@ -86,6 +86,7 @@ class _Mesh:
             cut = {n: s for n, s in shapes.items() if model.is_expert(n) == experts}
             self.local |= stages.local_shapes(cut, tp, NAME, fused=fused)
         self.chunks = stages.chunks_of([p.name for p in params], facts, tied=self.tied)
+        self._expert = {n: model.expert_of(n) for n in shapes if model.is_expert(n)}
         self._order = model.order_of(fused=fused, grouped=facts.flag("moe_grouped_gemm"))
 
     def ranks(self) -> Iterator[_Ranks]:
@@ -98,7 +99,7 @@ class _Mesh:
         for number in range(facts.pp * facts.tp):
             pp_rank, tp_rank = divmod(number, facts.tp)
             yield _Ranks(0, number, pp_rank, 0, tp_rank)
-        if facts.ep > 1 and any(map(model.is_expert, self.of)):
+        if facts.ep > 1 and self._expert:
             for number in range(facts.pp * facts.ep * facts.etp):
                 rest, tp_rank = divmod(number, facts.etp)
                 yield _Ranks(1, number, *divmod(rest, facts.ep), tp_rank)
@@ -115,9 +116,10 @@ class _Mesh:
     def _is_of(self, name: str, ranks: _Ranks) -> bool:
         if self.facts.ep == 1:
             return True
+        if not ranks.chained:
+            return name not in self._expert
         experts = self.facts.experts // self.facts.ep
-        is_own = experts > 0 and model.expert_of(name) // experts == ranks.ep_rank
-        return model.is_expert(name) == bool(ranks.chained) and (is_own or not ranks.chained)
+        return name in self._expert and experts > 0 and self._expert[name] // experts == ranks.ep_rank
 
     def place(self, name: str, ranks: _Ranks) -> Place:
         """Where some ranks' part of a parameter lies in it."""
