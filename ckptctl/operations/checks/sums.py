@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.checksum import combine, crc32
 from ckptctl.core.errors import CkptError, Damaged, Usage
 from ckptctl.formats.bytesource import FileBytes, read_whole
+from ckptctl.formats.dcp.metadata import NAME, ByteItem, read_index
 from ckptctl.formats.torchfile.read import open_torch
 from ckptctl.formats.zipdir import read_zip
 from ckptctl.operations.checks.files import files_below, tensors_in
@@ -54,33 +55,57 @@ def check_archives(found: Found, jobs: int = 0) -> None:
 def require_checksums(source: Checkpoint, jobs: int = 0) -> tuple[int, int]:
     """Damaged where bytes of a source's torch zip are not those that its checksums are of. Reads every file whole.
 
-    How many files have checksums, and how many have none.
+    The items of a `.distcp` file are such zips one after the other. How many files have checksums, and how many have
+    none.
     """
     root = Path(source.root)
     files = [root / s.path if s.path else root for s in source.sources]
+    items = _items(root)
     checked, without = 0, 0
     with ThreadPoolExecutor(max(1, jobs or 2)) as pool:
         for file in dict.fromkeys(files):
-            with FileBytes(file) as reader:
-                try:
-                    directory = read_zip(reader)
-                except CkptError:  # no zip, and so without checksums
-                    without += 1
-                    continue
-                if not directory.has_checksums:
-                    without += 1
-                    continue
-                checked += 1
-                for record, why in _unlike(reader, directory, pool):
-                    raise Damaged(
-                        f"bytes of {record.name} changed after they were written",
-                        where=str(file),
-                        why=why,
-                        fix="copy the file again from where it is whole; `ckptctl validate --level values` names the "
-                        "tensors",
-                        code="checksum-mismatch",
-                    )
+            spans = items.get(file.name, [("", 0, None)])
+            have = [_has_right_sums(file, *span, pool) for span in spans]
+            checked, without = (checked + 1, without) if have and all(have) else (checked, without + 1)
     return checked, without
+
+
+def _items(root: Path) -> dict[str, list[tuple[str, int, int | None]]]:
+    """Each item of the files that a DCP's index names: its own name, its first byte and the one after its last."""
+    out: dict[str, list[tuple[str, int, int | None]]] = {}
+    if not (root / NAME).is_file():
+        return out
+    with FileBytes(root / NAME, name=NAME) as reader:
+        index = read_index(reader)
+    for name, item in index.items.items():
+        if isinstance(item, ByteItem):
+            rows = [(item.file, item.offset, item.length)]
+        else:
+            rows = list(zip(item.file.tolist(), item.offset.tolist(), item.length.tolist(), strict=True))
+        for number, offset, length in rows:
+            out.setdefault(index.files[number], []).append((name, offset, offset + length))
+    return {file: sorted(spans, key=lambda s: s[1]) for file, spans in out.items()}
+
+
+def _has_right_sums(file: Path, name: str, start: int, stop: int | None, pool: ThreadPoolExecutor) -> bool:
+    """Whether a zip in a file has checksums. Damaged where one is not that of its bytes."""
+    with FileBytes(file, start, stop, name=str(file)) as reader:
+        try:
+            directory = read_zip(reader)
+        except CkptError:  # no zip, and so without checksums
+            return False
+        if not directory.has_checksums:
+            return False
+        for record, why in _unlike(reader, directory, pool):
+            raise Damaged(
+                f"bytes of {name or record.name} changed after they were written",
+                where=str(file),
+                why=why,
+                fix="copy the file again from where it is whole; `ckptctl validate --level values` names the "
+                "tensors of a torch file",
+                code="checksum-mismatch",
+            )
+    return True
 
 
 def _unlike(reader: FileBytes, directory: ZipDirectory, pool: ThreadPoolExecutor) -> list[tuple[ZipRecord, str]]:

@@ -17,7 +17,7 @@ from ckptctl.formats.megatron import classic
 from ckptctl.operations.opening import Reading, open_checkpoint
 from tests.formats.megatron.test_read import CLASSIC, DIST, TIED
 from tests.support.checkpoints import ckpt, truth_config
-from tests.support.commands import document, refused
+from tests.support.commands import document, good, refused
 
 
 def copied(name, tmp_path):
@@ -123,6 +123,27 @@ def test_a_config_of_a_family_without_names_is_told_where_names_stay(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 131}))
     told = document("reshard", ckpt(CLASSIC), tmp_path / "out", "--tp", "1", "--model-config", tmp_path)
     assert any("whether the config is of this model is not known" in w for w in told["warnings"])
+
+
+@pytest.mark.parametrize("name", [CLASSIC, DIST])
+def test_a_changed_byte_of_a_moment_is_told_by_its_checksum(name, tmp_path):
+    """Nothing else contradicts a moment. Items of .distcp files are torch's zips, with checksums of their own."""
+    run = copied(name, tmp_path)
+    words = (run, tmp_path / "out", "--tp", "1", "--pp", "1", "--vpp", "1", "--verify-checksums")
+    words += ("--model-config", truth_config(name))
+    good("reshard", *words)
+    source = open_checkpoint(run, Reading(truth_config(name)))[0]
+    tensor = next(t for k, t in source.tensors.items() if k.kind == "exp_avg" and "linear_proj" in k.name)
+    piece = next(p for table in tensor.pieces for p in table)
+    file = next(run.glob("iter_*")) / source.sources[piece.source].path
+    data = bytearray(file.read_bytes())
+    data[piece.start + 5] ^= 1
+    file.write_bytes(data)
+    error = refused("reshard", *words, "--overwrite")
+    assert (error["exit_code"], error["code"]) == (3, "checksum-mismatch")
+    assert "CRC-32" in error["why"]
+    if name == DIST:
+        assert "optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight" in error["what"]
 
 
 def test_a_tensor_that_nobody_knows_is_refused_where_ranks_would_cut_it(tmp_path):
