@@ -17,6 +17,7 @@ from ckptctl.formats.megatron import classic
 from ckptctl.operations.opening import Reading, open_checkpoint
 from tests.formats.megatron.test_read import CLASSIC, DIST, TIED
 from tests.support.checkpoints import ckpt, truth_config
+from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
 
 
@@ -143,6 +144,10 @@ def test_a_changed_byte_of_a_moment_is_told_by_its_checksum(name, tmp_path):
     assert (error["exit_code"], error["code"]) == (3, "checksum-mismatch")
     assert "CRC-32" in error["why"]
     if name == DIST:
+        told = command("validate", run, "--checksums", "--json")
+        kinds = {f["kind"]: f["where"] for f in told.json["findings"]}
+        assert (told.code, kinds["checksum-mismatch"]["file"]) == (1, str(file.relative_to(run)))
+        assert kinds["checksum-mismatch"]["tensor"].startswith("optimizer.state.exp_avg.decoder")
         assert "optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight" in error["what"]
 
 
