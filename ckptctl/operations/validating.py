@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 LEVELS: tuple[Level, ...] = ("header", "structure", "values")
 _BASELINE_LIMIT = 64 << 20
+_GENERAL = ("unsupported", "missing-fact", "unrecognised")
+"""Codes that say no more than that it was not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ def validate(
             if len(checked) == 1:
                 raise one.error
             one.found.error(one.error, severity="error")
+        elif one.error is not None and one.error.code not in _GENERAL:
+            one.found.error(one.error)
         one.found.finish()
     names = [one.name for one in checked]
     findings = [f for p in paths for f in tracker_findings(Path(p), "" if names == [str(p)] else str(p))]
@@ -266,7 +270,7 @@ def _open(one: _Checked, path: Path, reading: Reading | None) -> None:
     try:
         one.checkpoint, _ = open_checkpoint(path, reading)
     except (Unsupported, MissingFact, Unrecognised) as err:
-        is_known = err.code not in ("unsupported", "missing-fact", "unrecognised")
+        is_known = err.code not in _GENERAL
         # Where the rule is no error nothing would be said of a checkpoint that was not looked at.
         if isinstance(err, Unsupported) and is_known and by_kind(err.code).severity == "error":
             found.error(err)
