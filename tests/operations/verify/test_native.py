@@ -283,7 +283,13 @@ def is_running(pid):
 
 
 def left_running(folder):
-    return [p.name for p in folder.glob("pid*") if is_running(int(p.read_text()))]
+    """Processes that are not gone within some seconds: one that was killed may still be on its way out."""
+    until = time.monotonic() + 10
+    while left := [p.name for p in folder.glob("pid*") if is_running(int(p.read_text()))]:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return left
 
 
 TELL = (
