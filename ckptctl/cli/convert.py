@@ -76,7 +76,7 @@ def add(app: typer.Typer) -> None:
             str | None,
             typer.Option(
                 "--names",
-                help="torch, dcp, trainer: names of stacked experts: module5, module4 or disk. The source's otherwise.",
+                help="torch, dcp, trainer, deepspeed: names of stacked experts: module5, module4 or disk.",
                 metavar="NAMING",
             ),
         ] = None,

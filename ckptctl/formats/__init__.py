@@ -107,8 +107,9 @@ TARGETS: dict[str, Target] = {
         "a DeepSpeed folder",
         one_step_a_group=True,
         rounds_masters=True,
-        flags=frozenset({"dp", "ep", "zero_stage", "universal", "like"}),
+        flags=frozenset({"dp", "ep", "zero_stage", "universal", "like", "names"}),
         reshards=frozenset({"dp", "tp", "pp", "ep", "zero_stage", "universal", "like"}),
+        in_memory=True,
     ),
     "torchtitan": Target("a torchtitan folder", torch_groups=True, flags=frozenset({"dp", "tp"}), naming="torchtitan"),
     "accelerate": Target(

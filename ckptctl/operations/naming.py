@@ -61,7 +61,9 @@ def for_target(source: Checkpoint, wanted: Conversion) -> tuple[Checkpoint, str]
     """
     had = naming_of(source)
     naming = wanted.target.naming or wanted.names or ("module5" if had == "module5" else "disk")
-    if wanted.target.in_memory and not wanted.names and naming == "disk" and _family(source) is not None:
+    # A run's own names are already those in its memory; a Trainer's folder has a config that says which those are.
+    of_files = wanted.target.is_folder_of_weights or had == "megatron" or source.format == "hf"
+    if wanted.target.in_memory and not wanted.names and naming == "disk" and of_files and _family(source) is not None:
         naming = _in_memory(source)
     if naming == had and not is_mixed(source, had):
         return fitting_config(source), ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import ckptctl
 from ckptctl.formats.deepspeed.opened import Pile
 from tests.formats.deepspeed.test_read import config_of, source
+from tests.support.checkpoints import digest, digests, fixture
 from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
 from tests.support.saving import adamw, arange, torch_save
@@ -334,3 +336,27 @@ def test_stage_zero_is_for_deepspeed_alone(tmp_path):
     done = command("convert", source(MOST), tmp_path / "out", "--to", "torch", "--zero-stage", "0")
     assert done.code == 2
     assert "--zero-stage is for --to deepspeed" in done.err
+
+
+def held(path):
+    """Name -> digest of the weights of a run's folder."""
+    with ckptctl.open(path) as view:
+        return {name: digest("F32", t.shape, t.numpy().tobytes()) for name, t in view.items()}
+
+
+def test_files_names_become_those_of_the_model_that_loads_them(tmp_path):
+    """DeepSpeed loads by the names of the model in memory; a Transformers 4 model has an expert a tensor there."""
+    memory, files, config = fixture("hf/mixtral-fused-names"), tmp_path / "files", tmp_path / "config.json"
+    good("convert", memory, files, "--to", "hf")
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in digests(files)
+    good("convert", files, tmp_path / "five", "--to", "deepspeed")
+    assert held(tmp_path / "five") == digests(memory)
+    good("convert", files, tmp_path / "asked", "--to", "deepspeed", "--names", "disk")
+    assert held(tmp_path / "asked") == digests(files)
+    said = json.loads((files / "config.json").read_text())
+    config.write_text(json.dumps({**said, "transformers_version": "4.57.1"}))
+    good("convert", files, tmp_path / "four", "--to", "deepspeed", "--model-config", config)
+    assert held(tmp_path / "four") == digests(files)
+    config.write_text(json.dumps(said))  # a run's own names are those of its memory already, whatever the config says
+    good("convert", tmp_path / "asked", tmp_path / "run", "--to", "deepspeed", "--model-config", config)
+    assert held(tmp_path / "run") == digests(files)
