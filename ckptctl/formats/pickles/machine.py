@@ -55,7 +55,7 @@ class Machine(Objects):
         except CkptError:
             raise
         except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as err:
-            opcode = OPCODES.get(self.data[self.at])
+            opcode = OPCODES.get(self.data[self.at]) if self.data else None
             name = opcode.name if opcode else "an opcode"
             why = str(err) or type(err).__name__
             if isinstance(err, IndexError):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.core.errors import Damaged, Unsupported
+from ckptctl.formats.pickles.build import load, load_until_broken
 from ckptctl.formats.pickles.opcodes import OPCODES
 from ckptctl.formats.pickles.scan import Truncated, scan
 from tests.support.unpickle import read_or_refuse
@@ -53,6 +54,9 @@ def test_a_pickle_cut_anywhere_is_truncated(protocol):
     for n in range(len(data)):
         with pytest.raises(Truncated):
             scan(data[:n], "f")
+        with pytest.raises(Truncated):
+            load(data[:n], "f")
+        load_until_broken(data[:n], "f")
 
 
 def test_it_starts_anywhere():

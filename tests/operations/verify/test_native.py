@@ -140,6 +140,7 @@ def test_how_flat_groups_were_dealt_is_told_to_deepspeed(saved, told):
 @needs_torch
 @pytest.mark.parametrize("engine_scales", [True, False])
 def test_a_loss_scale_that_deepspeed_s_engine_leaves_out_is_made_good(engine_scales):
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
     import torch
 
     from ckptctl.operations.verify.native.run_deepspeed import DeepSpeed
@@ -367,7 +368,8 @@ def test_an_interpreter_that_is_not_there_is_said():
 
 RESTING = """
 import json, os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and what nohup starts, this
 sys.path.insert(0, {root!r})
 from ckptctl.execute.signals import terminable
 from ckptctl.operations.verify.native import launch
