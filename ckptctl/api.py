@@ -246,19 +246,16 @@ def convert(
     """What `ckptctl convert` does; returns what its `--json` prints.
 
     flags are those of the command, with underscores: dtype, weights, no_optimizer, only, exclude, trainable_only,
-    max_shard_size, dp,
-    index_keys, bare, names, merge_adapter, module_prefix. TypeError for one that does not exist.
+    max_shard_size, dp, index_keys, bare, names, merge_adapter, module_prefix. TypeError for one that does not exist.
     """
     reading = operations.Reading(
         model_config,
-        None,
-        None,
-        param_order,
-        module,
-        key_map,
-        layer_names,
-        replica,
-        verify_replicas,
+        param_order=param_order,
+        module=module,
+        key_map=key_map,
+        layer_names=layer_names,
+        replica=replica,
+        verify_replicas=verify_replicas,
         verify_checksums=verify_checksums,
     )
     running = operations.Running(dry_run=dry_run, overwrite=overwrite, resume=resume, jobs=jobs, memory=memory)
