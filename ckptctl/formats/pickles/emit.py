@@ -1,4 +1,4 @@
-"""Value trees into pickles: protocol 2 only, which torch.load(weights_only=True) reads. Imports nothing.
+"""Value trees into pickles: protocol 2 only, which torch reads by its weights-only loader. Imports nothing.
 
 Every object is written as CPython's own pickler writes it, entry of the memo for entry, so a file of torch.save read
 and written again is the same bytes. The same tree gives the same bytes.
@@ -241,7 +241,7 @@ class _Writer:
         return self._call(obj, Global("__builtin__", type(obj).__name__), (sorted(obj, key=_order),))
 
     def _bytes(self, obj: bytes) -> Steps:
-        # CPython writes b"" as __builtin__.bytes(), which torch.load(weights_only=True) refuses; this way it reads it.
+        # CPython writes b"" as __builtin__.bytes(), which torch's weights-only loader refuses; this it reads.
         return self._call(obj, _ENCODE, (str(obj, "latin-1"), "latin1"))
 
     def _bytearray(self, obj: bytearray) -> Steps:

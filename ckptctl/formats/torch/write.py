@@ -1,4 +1,4 @@
-"""One torch file as segments, as torch.load(weights_only=True) reads it.
+"""One torch file as segments, as torch's weights-only loader reads it.
 
 It holds `{model, optimizer: {state, param_groups}, scheduler, ...}`.
 The pickle is made here from the value tree; tensor bytes are regions. State is keyed by name; with index_keys by
@@ -181,7 +181,7 @@ def packed_tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
 def write(content: Content, choices: Choices) -> Written:
     """One zip file.
 
-    Pickled objects that torch.load(weights_only=True) refuses are carried all the same, and reported.
+    Pickled objects that torch's weights-only loader refuses are carried all the same, and reported.
     """
     lines: list[Line] = []
     if choices.index_keys:
@@ -199,7 +199,7 @@ def write(content: Content, choices: Choices) -> Written:
             Line(
                 "NumPy arrays",
                 "converted",
-                "to torch tensors of the same bits, which torch.load(weights_only=True) takes",
+                "to torch tensors of the same bits, which torch's weights-only loader takes",
             )
         )
     refused = sorted({name for tree in content.values.values() for name in _refused(tree) if "NumPy" not in name})
