@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ckptctl.core.checkpoint import WEIGHTS
 from ckptctl.core.tensor import InOnePlace
+from ckptctl.plan.check import held_by_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
 
     from ckptctl.core.checkpoint import Checkpoint
     from ckptctl.core.tensor import Tensor
@@ -31,21 +31,15 @@ def holdings(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     for key, tensor in checkpoint.tensors.items():
         if tensor.why_unsupported or (key.kind in WEIGHTS and key.name in checkpoint.ties):
             continue
-        for source, nbytes in _by_source(tensor):
+        for source, nbytes in _by_source(tensor).items():
             path = checkpoint.sources[source].path or checkpoint.files[0].path
             row = (path, key.kind, layer_of(key.name))
             sums[row] = sums.get(row, 0) + nbytes
     return [{"file": file, "kind": kind, "layer": layer, "bytes": n} for (file, kind, layer), n in sums.items() if n]
 
 
-def _by_source(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """(source, bytes) of a tensor's pieces, once for each source of a table."""
-    item = tensor.held.itemsize
+def _by_source(tensor: Tensor) -> Mapping[int, int]:
+    """Bytes of a tensor's pieces and replicas by source."""
     if isinstance(tensor.pieces, InOnePlace) and not tensor.replicas:
-        yield tensor.pieces.source, tensor.numel * item
-        return
-    for tables in (tensor.pieces, *tensor.replicas):
-        for table in tables:
-            numel = table.size.prod(axis=1) if table.size.shape[1] else np.ones(len(table), np.int64)
-            for source in set(table.source.tolist()):
-                yield source, int(numel[table.source == source].sum()) * item
+        return {tensor.pieces.source: tensor.numel * tensor.held.itemsize}
+    return held_by_source(chain(tensor.pieces, *tensor.replicas))

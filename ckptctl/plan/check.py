@@ -18,9 +18,9 @@ from ckptctl.core.output import Fill
 from ckptctl.plan.steps import Extent, Merge, Move, step_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
-    from ckptctl.core.tensor import Ints, Key, Tensor
+    from ckptctl.core.tensor import Ints, Key, PieceTable, Tensor
     from ckptctl.plan.index import SortedTable, SourceIndex
     from ckptctl.plan.planner import Plan
 
@@ -191,14 +191,12 @@ def count(totals: Totals, extent: Extent, steps: Iterable[object]) -> None:
         totals.spans[extent] = spans
 
 
-def covered(tensors: Mapping[Key, Tensor], keys: Iterable[Key]) -> dict[int, int]:
-    """By source, how many bytes the pieces of these tensors hold. Tensors that share a storage count twice."""
+def held_by_source(tables: Iterable[PieceTable]) -> Counter[int]:
+    """By source, how many bytes pieces hold. Those that share a storage count twice."""
     out: Counter[int] = Counter()
-    for key in keys:
-        tensor = tensors[key]
-        for table in tensor.pieces:
-            count_ = (table.size.prod(axis=1) if table.view else np.ones(len(table), np.int64)) * table.itemsize
-            sums = np.bincount(table.source, weights=count_) if len(table) else np.zeros(0)
-            for source in np.flatnonzero(sums).tolist():
-                out[source] += int(sums[source])
-    return dict(out)
+    for table in tables:
+        count_ = (table.size.prod(axis=1) if table.view else np.ones(len(table), np.int64)) * table.itemsize
+        sums = np.bincount(table.source, weights=count_) if len(table) else np.zeros(0)
+        for source in np.flatnonzero(sums).tolist():
+            out[source] += int(sums[source])
+    return out

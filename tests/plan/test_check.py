@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import Damaged
 from ckptctl.core.tensor import Key, Piece, PieceTable, Source, Tensor, dense_strides
-from ckptctl.plan.check import covered, require_whole, tiles
+from ckptctl.plan.check import held_by_source, require_whole, tiles
 from ckptctl.plan.index import SourceIndex
 from tests.support.bruteforce import numbers, tensor
 from tests.support.geometry import NUMELS, views
@@ -163,8 +163,8 @@ def test_the_error_names_the_tensor_and_both_numbers():
     assert err.value.fix
 
 
-def test_covered_counts_bytes_by_source():
+def test_bytes_that_pieces_hold_are_counted_by_source():
     a = tensor(Key("a"), F32, (6,), [Piece((6,), (0,), (4,), 0, 0, (4,)), Piece((6,), (4,), (2,), 2, 0, (4,))])
     b = tensor(Key("b"), BY_NAME["bfloat16"], (), [Piece((), (), (), 2, 8, ())])
-    assert covered({a.key: a, b.key: b}, [a.key, b.key]) == {0: 16, 2: 10}
-    assert covered({a.key: a}, []) == {}
+    assert held_by_source([*a.pieces, *b.pieces]) == {0: 16, 2: 10}
+    assert held_by_source([]) == {}
