@@ -112,7 +112,8 @@ def _of_run(content: Content, names: Sequence[str], given: Sequence[str]) -> dic
     for alias, owner in content.ties.items():
         if owner not in places and alias in places:  # tied: the run calls it by its other name
             places[owner] = places.pop(alias)
-    lost, strange = [n for n in names if n not in places], [n for n in places if n not in set(names)]
+    trained = set(names)
+    lost, strange = [n for n in names if n not in places], [n for n in places if n not in trained]
     if lost or strange:
         raise Unsupported(
             f"--like: the run there does not train {lost[0]}"

@@ -114,11 +114,11 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Document]:
     optimizer, _ = completed(checkpoint.optimizer)  # what torch's Adam says, and a fused one takes for granted
     if optimizer is None:
         return {}
-    return {
-        name: {k: _comparable(v) for k, v in {**_implied(g), **g.options}.items()}
-        for g in optimizer.groups
-        for name in g.params
-    }
+    out = {}
+    for group in optimizer.groups:
+        settings = {k: _comparable(v) for k, v in {**_implied(group), **group.options}.items()}
+        out.update(dict.fromkeys(group.params, settings))
+    return out
 
 
 def _implied(group: Group) -> dict[str, Any]:

@@ -78,10 +78,12 @@ def state(run: Run, made: TorchTree, number: int, team: Team) -> dict[str, Tree]
         out["step"] = at
     for kind in run.kinds[number]:
         out[kind] = piece(run, made, team, {n: run.states[n][kind] for n in team.names}, pad=True)
-    for (owner, kind), value in run.scalars.items():
-        if owner == first and kind != "step":
-            out[kind] = made.value(value)
-    return out
+    return out | singles(run, made, first)
+
+
+def singles(run: Run, made: TorchTree, name: str) -> dict[str, Tree]:
+    """A parameter's single values besides its step."""
+    return {kind: made.value(value) for kind, value in run.singles.get(name, {}).items()}
 
 
 def step(run: Run, made: TorchTree, name: str) -> Tree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import MASTER, Group, Optimizer
@@ -98,6 +99,15 @@ class Run:
     def scalars(self) -> Mapping[tuple[str, str], Tree]:
         """What is no tensor in a parameter's state, by (name, kind)."""
         return self.content.optimizer.scalars if self.content.optimizer else {}
+
+    @cached_property
+    def singles(self) -> Mapping[str, Mapping[str, Tree]]:
+        """The scalars of each parameter, by kind, without its step."""
+        out: dict[str, dict[str, Tree]] = {}
+        for (name, kind), value in self.scalars.items():
+            if kind != "step":
+                out.setdefault(name, {})[kind] = value
+        return out
 
     @property
     def casts(self) -> frozenset[tuple[str, str]]:

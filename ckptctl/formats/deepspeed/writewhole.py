@@ -61,9 +61,8 @@ def optimizer(run: Run, made: TorchTree) -> Tree:
 def _state(run: Run, made: TorchTree, name: str) -> dict[str, Tree]:
     """One parameter's state, its step first."""
     items: Mapping[str, Tree] = {k: made.tensor(i) for k, i in run.states.get(name, {}).items() if k != "step"}
-    single = {k: made.value(v) for (owner, k), v in run.scalars.items() if owner == name and k != "step"}
     step = flats.step(run, made, name)
-    return {**({} if step is None else {"step": step}), **items, **single}
+    return {**({} if step is None else {"step": step}), **items, **flats.singles(run, made, name)}
 
 
 def _scaling(run: Run) -> dict[str, Tree]:

@@ -36,7 +36,7 @@ def unflattened(raw: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     Source: core_v0.14.0, core/dist_checkpointing/strategies/torch.py, sharded_tensor_to_torch_sharded_tensor.
     """
     out: dict[Key, Tensor] = {}
-    flat: dict[Key, Tensor] = {}
+    flat: dict[str, dict[Key, Tensor]] = {}
     natives: dict[str, Native] = {}
     for key, tensor in raw.items():
         weight = raw.get(Key(key.name))
@@ -53,10 +53,10 @@ def unflattened(raw: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
             )
         # Grids differ where masters are cut in another way than moments; one name for each.
         name = f"{key.name}#{'.'.join(map(str, grid))}"
-        flat[Key(name, key.kind)] = tensor
+        flat.setdefault(name, {})[Key(name, key.kind)] = tensor
         natives[name] = _grid(name, key.name, tensor.shape, weight.shape)
     for name, made in natives.items():
-        own = remade({k: t for k, t in flat.items() if k.name == name}, to_hub([made]))
+        own = remade(flat[name], to_hub([made]))
         out |= {k: replace(m.tensor, key=k) for k, m in own.items()}
     return out
 
