@@ -27,7 +27,7 @@ def sniff(head: bytes) -> Kind:
     for magic, kind in _MAGIC:
         if head.startswith(magic):
             return kind
-    if head[257:262] == b"ustar":
+    if is_tar(head):
         return "tar"
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
@@ -41,6 +41,11 @@ def sniff(head: bytes) -> Kind:
     if text.startswith(b"{") and text[1:].lstrip()[:1] in (b'"', b"}"):
         return "json"
     return "pickle" if head[0] in OPCODES and head[0] < 0x80 else "unknown"
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether a file begins as a tar's first member does. Source: POSIX.1-2001, pax, ustar interchange format."""
+    return head[257:262] == b"ustar"
 
 
 def refuse_other(kind: Kind, path: str) -> CkptError:

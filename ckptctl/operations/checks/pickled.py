@@ -17,8 +17,10 @@ from ckptctl.formats.bytesource import HeldBytes
 from ckptctl.formats.pickles import arrays
 from ckptctl.formats.pickles.build import load, load_until_broken
 from ckptctl.formats.pickles.danger import unknown, verdict
+from ckptctl.formats.pickles.scan import HIGHEST_PROTOCOL
 from ckptctl.formats.torchfile.read import CALLS
 from ckptctl.formats.torchfile.rebuild import Storages
+from ckptctl.formats.torchfile.sniff import is_tar
 from ckptctl.formats.zipdir import read_zip
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ _MOST_MEMBERS = 1 << 16
 _DEEPEST = 3
 _PICKLED = (".pkl", ".pickle", ".joblib", ".dat", ".data", ".npy")
 _ARCHIVES = (".zip", ".pt", ".pth", ".ckpt", ".bin", ".npz")
-_HIGHEST_PROTOCOL = 5
 _ZIP = b"PK\x03\x04"
 _COMPRESSED: tuple[tuple[bytes, Callable[[], Any]], ...] = (
     (b"\x1f\x8b", lambda: zlib.decompressobj(31)),
@@ -93,8 +94,8 @@ class _Stream(io.RawIOBase):
 
 def may_hide(head: bytes) -> bool:
     """Whether a file of any name begins as a pickle, or as what may hold some: a zip, a tar, or gzip's."""
-    begins = head[:1] == b"\x80" and len(head) > 2 and 2 <= head[1] <= _HIGHEST_PROTOCOL
-    return begins or head.startswith((_ZIP, b"\x1f\x8b")) or _is_tar(head) or _PLAIN.match(head) is not None
+    begins = head[:1] == b"\x80" and len(head) > 2 and 2 <= head[1] <= HIGHEST_PROTOCOL
+    return begins or head.startswith((_ZIP, b"\x1f\x8b")) or is_tar(head) or _PLAIN.match(head) is not None
 
 
 def unread(found: Found, name: str, source: ByteSource, main: ZipRecord | None = None, depth: int = 0) -> None:
@@ -112,21 +113,17 @@ def unread(found: Found, name: str, source: ByteSource, main: ZipRecord | None =
             found.unseen.setdefault(name, err.what)
             return
         members(found, name, source, directory, main, depth)
-    elif _is_tar(head):
+    elif is_tar(head):
         _tar(found, name, source, depth)
     elif head.strip(b"\0"):
         data, is_whole = _unpacked(source)
-        if data.startswith(_ZIP) or _is_tar(data):
+        if data.startswith(_ZIP) or is_tar(data):
             if is_whole:
                 unread(found, name, HeldBytes(data, source.path), None, depth + 1)
             else:
                 found.unseen.setdefault(name, "it is compressed, and large")
             return
         _safe(found, name, load_until_broken(_behind_header(data), name).unsafe, ())
-
-
-def _is_tar(head: bytes) -> bool:
-    return head[257:262] == b"ustar"
 
 
 def tar_names(source: ByteSource) -> frozenset[str]:
@@ -197,7 +194,7 @@ def members(
             data = data if record.method == 0 else zlib.decompressobj(-15).decompress(data, _MEMBER_LIMIT)
         except zlib.error:  # nobody can read it
             continue
-        if data.startswith(_ZIP) or _is_tar(data):
+        if data.startswith(_ZIP) or is_tar(data):
             unread(found, name, HeldBytes(data, where), None, depth + 1)
             continue
         data = _behind_header(data)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptctl.operations.opening import Reading
 
 _TRACKER = "tracker-names-missing-step"
+_TRACKER_LIMIT = 4096
 
 
 def targets_of(path: Path, reading: Reading | None) -> list[tuple[str, Path, int | None]]:
@@ -40,16 +41,20 @@ def _last(path: Path, steps: Mapping[int, Path]) -> int:
     """The step that a run's tracker names, else its last one: whole or not, that is to be told."""
     for tracker in TRACKERS:
         if (path / tracker).is_file():
-            said = _tracked(path / tracker)
+            said = _folder_of(_said(path / tracker))
             found = next((n for n, at in steps.items() if at.name == said), None)
             if found is not None:
                 return found
     return max(steps)
 
 
-def _tracked(file: Path) -> str:
-    """The folder that a tracker names."""
-    said = read_whole(file, 4096).decode("utf-8", "replace").strip()
+def _said(file: Path) -> str:
+    """What a tracker says."""
+    return read_whole(file, _TRACKER_LIMIT).decode("utf-8", "replace").strip()
+
+
+def _folder_of(said: str) -> str:
+    """The folder that a tracker names by what it says: Megatron's says a number."""
     return f"iter_{int(said):07d}" if said.isascii() and said.isdigit() and len(said) < 12 else said
 
 
@@ -69,15 +74,15 @@ def tracker_findings(path: Path, name: str) -> list[Finding]:
     out = []
     for tracker in TRACKERS if path.is_dir() else ():
         file = path / tracker
-        if not file.is_file() or file.stat().st_size > 4096:
+        if not file.is_file() or file.stat().st_size > _TRACKER_LIMIT:
             continue
-        said = read_whole(file, 4096).decode("utf-8", "replace").strip()
+        said = _said(file)
         if not (said and said.isprintable() and "\ufffd" not in said):
             if tracker.startswith("latest") and steps_of(path):
                 out.append(finding(_TRACKER, f"{tracker} names no step", file=tracker).of(name))
             continue
-        number = _tracked(file)
-        if said and said != "release" and "/" not in said and not (path / number).exists():
-            what, why = f"{tracker} names {said[:80]}, which is not there", f"there is no {number[:80]}"
+        folder = _folder_of(said)
+        if said != "release" and "/" not in said and not (path / folder).exists():
+            what, why = f"{tracker} names {said[:80]}, which is not there", f"there is no {folder[:80]}"
             out.append(finding(_TRACKER, what, file=tracker, why=why).of(name))
     return out

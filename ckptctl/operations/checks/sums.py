@@ -199,8 +199,14 @@ def _check_sum(found: Found, name: str, digest: str, origin: str) -> None:
     if not (found.root / name).is_file():
         found.note("missing-file", "the file is not there", file=name, why=f"{origin} lists it")
         return
-    has, called = (_sha256(found, name), "SHA-256") if len(digest) == 64 else (_git_blob(found, name), "git's SHA-1")
-    if has and has != digest:
+    try:
+        with FileBytes(found.root / name, name=name) as reader:
+            has = _hash_like(digest, reader)
+    except CkptError as err:
+        found.error(err, name)
+        return
+    if has != digest:
+        called = "SHA-256" if len(digest) == _SHA256_DIGITS else "git's SHA-1"
         why = f"{called} is {has}, {digest} by {origin}"
         found.note("checksum-mismatch", "the file is not the one that was published", file=name, why=why)
 
@@ -244,27 +250,6 @@ def _listed(path: Path, name: str) -> Iterator[tuple[str, str]]:
             file = match[2].removeprefix("./")
             if not file.startswith("/") and ".." not in file.split("/"):
                 yield f"{folder}/{file}" if folder else file, match[1].lower()
-
-
-def _sha256(found: Found, name: str) -> str:
-    return _digest(found, name, hashlib.sha256())
-
-
-def _git_blob(found: Found, name: str) -> str:
-    """The name that git has for a file's bytes."""
-    size = (found.root / name).stat().st_size
-    return _digest(found, name, hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False))
-
-
-def _digest(found: Found, name: str, digest: hashlib._Hash) -> str:
-    try:
-        with FileBytes(found.root / name, name=name) as reader:
-            for at in range(0, reader.nbytes, _BLOCK):
-                digest.update(reader.read(at, min(_BLOCK, reader.nbytes - at)))
-    except CkptError as err:
-        found.error(err, name)
-        return ""
-    return digest.hexdigest()
 
 
 def check_against(found: Found, other: Path) -> None:
@@ -326,7 +311,7 @@ def _unlike_hashes(a: FileBytes, b: FileBytes, here: str, there: str) -> str:
 
 
 def _hash_like(listed: str, reader: FileBytes) -> str:
-    """The hash of a file as the Hub lists it: SHA-256 of a large file, git's name for the content of others.
+    """The hash of a file of the kind that is listed: SHA-256 of a large file, git's name for the content of others.
 
     Source: git, Documentation/gitformat-pack, and hash-object: SHA-1 over "blob ", the size and a NUL, then the bytes.
     """
