@@ -22,7 +22,8 @@ from ckptctl.formats.megatron.collect import Whole
 from ckptctl.formats.megatron.facts import Facts
 from ckptctl.formats.megatron.found import Found
 from ckptctl.formats.megatron.rankfile import FileAt
-from ckptctl.formats.megatron.ranks import Rank, folder_name
+from ckptctl.formats.megatron.ranks import Rank, folder_names, mesh_said, ranks_missing
+from ckptctl.formats.torchfile.sniff import is_tar
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +48,7 @@ def is_archive(path: Path) -> bool:
     if path.suffix != ".nemo" or not path.is_file():
         return False
     head = read_whole(path, 512)
-    return head[:2] == _GZIP or head[257:262] == b"ustar"
+    return head[:2] == _GZIP or is_tar(head)
 
 
 def members_of(path: Path) -> dict[str, Member]:
@@ -126,8 +127,7 @@ def _ranks(path: Path, members: dict[str, Member], facts: Facts) -> dict[Rank, F
     missing = []
     for pp, ep, tp in product(range(facts.pp), range(facts.ep), range(facts.tp)):
         rank = Rank(tp, pp, ep)
-        folders = (folder_name(rank, facts.pp, facts.ep), f"tp_rank_{tp:02d}_pp_rank_{pp:03d}")
-        names = [f"{f}/{WEIGHTS}" for f in folders]
+        names = [f"{f}/{WEIGHTS}" for f in folder_names(rank, facts)]
         if facts.tp * facts.pp * facts.ep == 1:
             names.append(WEIGHTS)
         name = next((n for n in names if n in members), None)
@@ -138,12 +138,8 @@ def _ranks(path: Path, members: dict[str, Member], facts: Facts) -> dict[Rank, F
         stop = member.start + member.nbytes
         out[rank] = FileAt(path, f"{path.name}, {name}", member.start, stop, archive=path.stat().st_size)
     if missing:
-        raise MissingFile(
-            f"{len(missing)} of {facts.tp * facts.pp * facts.ep} ranks are missing: {', '.join(missing[:4])}",
-            where=str(path),
-            why=f"{CONFIG} says tp={facts.tp}, pp={facts.pp}, ep={facts.ep}",
-            code="ranks-missing",
-        )
+        count = facts.tp * facts.pp * facts.ep
+        raise ranks_missing(missing, count, str(path), f"{CONFIG} says {mesh_said(facts)}")
     return out
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptctl.core.errors import Damaged, MissingFile, Unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from ckptctl.formats.megatron.facts import Facts
@@ -36,6 +37,11 @@ def folder_name(rank: Rank, pp: int, ep: int) -> str:
     return name + (f"_{rank.ep:03d}" if ep > 1 else "")
 
 
+def folder_names(rank: Rank, facts: Facts) -> tuple[str, str]:
+    """What a rank's folder may be called: Megatron's name, and NeMo's, tp_rank_TT_pp_rank_PPP."""
+    return folder_name(rank, facts.pp, facts.ep), f"tp_rank_{rank.tp:02d}_pp_rank_{rank.pp:03d}"
+
+
 def rank_folders(path: Path) -> list[Path]:
     """The folders of ranks, by name."""
     return sorted(p for p in path.iterdir() if _FOLDER.fullmatch(p.name) and p.is_dir())
@@ -60,22 +66,28 @@ def by_rank(path: Path, facts: Facts) -> dict[Rank, Path]:
         else:
             out[Rank(tp, pp, ep)] = file
     if missing:
-        raise MissingFile(
-            f"{len(missing)} of {facts.pp * len(places)} ranks are missing: {', '.join(missing[:4])}",
-            where=str(path),
-            why=f"args say tp={facts.tp}, pp={facts.pp}, ep={facts.ep}",
-            fix="copy their folders",
-            code="ranks-missing",
-        )
+        count, why = facts.pp * len(places), f"args say {mesh_said(facts)}"
+        raise ranks_missing(missing, count, str(path), why, "copy their folders")
     if found:
         raise Damaged(
-            f"{', '.join(list(found)[:4])}: no rank of tp={facts.tp}, pp={facts.pp}, ep={facts.ep}",
+            f"{', '.join(list(found)[:4])}: no rank of {mesh_said(facts)}",
             where=str(path),
             why="args of the first rank say that mesh",
             fix="take the files of one save alone",
             code="ranks-differ",
         )
     return out
+
+
+def ranks_missing(missing: Sequence[str], count: int, where: str, why: str, fix: str = "") -> MissingFile:
+    """The error for ranks of which nothing is there: missing are the names of what each would be in."""
+    what = f"{len(missing)} of {count} ranks are missing: {', '.join(missing[:4])}"
+    return MissingFile(what, where=where, why=why, fix=fix, code="ranks-missing")
+
+
+def mesh_said(facts: Facts) -> str:
+    """The mesh, for messages."""
+    return f"tp={facts.tp}, pp={facts.pp}, ep={facts.ep}"
 
 
 def expert_places(facts: Facts, where: str) -> list[tuple[int, int]]:
@@ -102,7 +114,6 @@ def expert_places(facts: Facts, where: str) -> list[tuple[int, int]]:
 
 
 def _known(found: dict[str, Path], rank: Rank, facts: Facts) -> str:
-    """A rank's folder as it is called here: NeMo writes tp_rank_TT_pp_rank_PPP."""
-    name = folder_name(rank, facts.pp, facts.ep)
-    other = f"tp_rank_{rank.tp:02d}_pp_rank_{rank.pp:03d}"
-    return other if other in found and name not in found else name
+    """A rank's folder as it is called here."""
+    names = folder_names(rank, facts)
+    return next((n for n in names if n in found), names[0])
