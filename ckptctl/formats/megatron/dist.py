@@ -27,7 +27,7 @@ from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.found import Found, number_of, require_states
 from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
 from ckptctl.formats.megatron.groups import Part as Chained
-from ckptctl.formats.megatron.stacked import SINGLE, native, unflattened
+from ckptctl.formats.megatron.stacked import native, unflattened
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import map_leaves, read_array
 
@@ -85,7 +85,7 @@ def read_parts(opened: TorchFile, root: Mapping[str, Tree], index: Index, path: 
     out.unsafe += [UnsafeGlobal(COMMON, str(f.name), f.why) for f in opened.unsafe]
     out.unknown.update(str(f.name) for f in opened.unknown)
     out.unsafe += index.unsafe
-    out.layer_keys = any(SINGLE.fullmatch(n) for n in index.items)
+    out.layer_keys = any(model.LAYER.fullmatch(n) for n in index.items)
     folder = Folder(path, index, out)
     iteration = number_of(root.get("iteration", root.get("global_step")))
     out.iteration = iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else None

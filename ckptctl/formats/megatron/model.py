@@ -54,7 +54,8 @@ _CUTS: tuple[tuple[str, int | None], ...] = (
     (r"(?:\w*layernorm|\w*norm)\.(?:weight|bias)", None),
     (r"mlp\.router\.(?:weight|bias|expert_bias|local_tokens_per_expert)|shared_experts\.gate_weight", None),
 )
-_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
+LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
+"""A name, or a key of torch_dist, of one layer; (number, the rest)."""
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,6})\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(?:experts\.)?linear_(fc[12])\.(weight|bias)(\d{1,6})")
 # Order of registration inside a layer; what is not here follows in its own order.
@@ -123,7 +124,7 @@ def local_name(name: str) -> str:
         name = name.partition(".")[2]
     for pattern, plain in _LEGACY:
         name = re.sub(pattern, plain, name)
-    layer = _LAYER.fullmatch(name)
+    layer = LAYER.fullmatch(name)
     if layer is None:
         return name
     tail = layer[2]
@@ -200,13 +201,13 @@ def fused_name(name: str, *, grouped: bool = True) -> str:
 
 def layer_of(name: str) -> int | None:
     """The layer that a name is of."""
-    found = _LAYER.fullmatch(name)
+    found = LAYER.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def tail_of(name: str) -> str:
     """A name within its layer; the name itself outside layers."""
-    found = _LAYER.fullmatch(name)
+    found = LAYER.fullmatch(name)
     return found[2] if found else name
 
 
@@ -255,7 +256,7 @@ def places(name: str, shape: Shape, spot: Spot, shapes: Mapping[str, Shape]) -> 
 
     Unsupported for a tensor of which it is not known how ranks cut it, where they do.
     """
-    layer = _LAYER.fullmatch(name)
+    layer = LAYER.fullmatch(name)
     whole = name
     if layer is not None:
         tail, expert = layer[2], _EXPERT.fullmatch(layer[2])
@@ -380,7 +381,7 @@ def _old_grouped(name: str, shape: Shape, spot: Spot, shapes: Mapping[str, Shape
         raise Damaged(
             f"{prefix}weight1 {one} and weight2 {two} are of no experts together", where=spot.where, code="shape"
         )
-    layer = _LAYER.fullmatch(name)
+    layer = LAYER.fullmatch(name)
     head = f"decoder.layers.{int(layer[1]) + spot.first_layer if layer else 0}.mlp.experts.local_experts."
     gates = rows // columns
     out = []

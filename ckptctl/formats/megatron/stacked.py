@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _STACK = re.compile(r"decoder\.layers\.(?!\d)(.+)")
-SINGLE = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
-"""A key of one layer, where layers have keys of their own."""
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
 _EXPERTS = "mlp.experts.experts."
 _MOST_PARTS = 1_000_000
@@ -78,7 +76,7 @@ def native(key: str, raw: Mapping[Key, Tensor]) -> Native:
     tensor = raw.get(Key(key)) or next(t for k, t in raw.items() if k.name == key)
     half = _HALF.fullmatch(key)
     plain = half[1] if half else key
-    stack, single = _STACK.fullmatch(plain), SINGLE.fullmatch(plain)
+    stack, single = _STACK.fullmatch(plain), model.LAYER.fullmatch(plain)
     tail = stack[1] if stack else single[2] if single else ""
     axes = 1 if stack else 0
     experts = tail.startswith(_EXPERTS) and re.match(r"linear_fc[12]\.", tail[len(_EXPERTS) :]) is not None
