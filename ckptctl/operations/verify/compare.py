@@ -118,20 +118,19 @@ def compare(a: Record, b: Record, measure: Measure, unlike: Sequence[Unlike] = (
     first: Document | None = None
     cause: Document | None = None
     for name in [*order, *(n for n in by_name if n not in order)]:
-        out += by_name.get(name, [])
+        found = by_name.get(name, [])
         x, y = a.parameters.get(name), b.parameters.get(name)
         if x is None or y is None:
-            if x is not y and not by_name.get(name):
-                out.append(_found(name, "weight", "only-in-a" if y is None else "only-in-b"))
-            cause = cause or next((d for d in out if d["name"] == name), None)
+            if x is not y and not found:
+                found = [_found(name, "weight", "only-in-a" if y is None else "only-in-b")]
+            out += found
+            cause = cause or next((d for d in found if d["name"] == name), None)
             continue
-        before = [*by_name.get(name, []), *_state(x, y, compared)]
-        out += before[len(by_name.get(name, [])) :]
-        cause = cause or next(iter(before), None)
+        before = [*found, *_state(x, y, compared)]
         updates = _updates(x, y, measure, compared)
-        out += updates
-        if first is None and (updates or by_name.get(name)):
-            first = (updates or by_name[name])[0]
+        out += before + updates
+        cause = cause or next(iter(before), None)
+        first = first or next(iter(updates or found), None)
     out += _numbers(a, b, measure, compared)
     return Judged(out, dict(compared), first, cause)
 

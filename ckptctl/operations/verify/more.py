@@ -30,10 +30,6 @@ def require_more(what: Verification) -> None:
         raise Usage("--no-model computes nothing: leave --native, --recompute and --find-max-batch out")
     if what.find_max_batch:
         require_gpu(device_named(what.device).name)
-    if what.no_model:
-        asked = {"--native": what.native, "--recompute": what.recompute is not None}
-        for flag in (f for f, given in {**asked, "--find-max-batch": what.find_max_batch}.items() if given):
-            raise Usage(f"{flag} and --no-model do not go together", why="it is the model that is run")
     if not what.native:
         if what.python is not None:
             raise Usage("--python is for --native")

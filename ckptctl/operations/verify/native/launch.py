@@ -59,8 +59,7 @@ def run_ranks(
     use makes something of it, and of the folder that the ranks wrote to, before that is gone.
 
     Raises CkptError (native-failed) with the framework's own words where a rank fails, native-timeout where one does
-    not
-    end. A port that was taken meanwhile is tried again.
+    not end. A port that was taken meanwhile is tried again.
     """
     for _ in range(_TRIES - 1):
         with contextlib.suppress(_PortTaken):

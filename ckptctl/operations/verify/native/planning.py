@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ckptctl.operations.tensors import as_number
 from ckptctl.operations.verify.native.saved import padding_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckptctl.operations.verify.rules import Rule
 
@@ -37,14 +38,14 @@ def plan(checkpoint: Checkpoint, named: Checkpoint, rule: Rule | None) -> Native
     named is the same under the model's parameter names; rule how its parameters are updated, None where there is no
     optimizer. Raises Unsupported, naming it, for what only the run's own program could load.
     """
-    makers = {
+    makers: dict[str, Callable[[Checkpoint], Native]] = {
         "dcp": _dcp, "deepspeed": _deepspeed, "torch": _torch, "trainer": _trainer, "accelerate": _accelerate,
-        "lightning": _lightning, "megatron": _megatron, "hf": _hf,
+        "lightning": _lightning, "megatron": partial(_megatron, named=named), "hf": _hf,
     }  # fmt: skip
     maker = makers.get(checkpoint.format)
     if maker is None:
         raise _own_program(checkpoint, f"no framework is known here that loads {checkpoint.format} into a torch model")
-    found = _megatron(checkpoint, named) if maker is _megatron else maker(checkpoint)
+    found = maker(checkpoint)
     return Native(found.runner, found.world, {**_shared(named, rule), **found.job}, found.notes)
 
 
@@ -295,14 +296,13 @@ def _run_and_tag(path: Path) -> tuple[Path, str | None]:
 # ---- Megatron
 
 
-def _megatron(checkpoint: Checkpoint, named: Checkpoint | None = None) -> Native:
+def _megatron(checkpoint: Checkpoint, named: Checkpoint) -> Native:
     """What Megatron-LM's training code needs to make the run anew: its own args, as plain data."""
     args = {k: plain(v) for k, v in source_args(checkpoint).items()}
     if not args:
         raise _own_program(checkpoint, "the args of its run are not in it")
     if (checkpoint.layout.get("pp") or 1) > 1 and args.get("untie_embeddings_and_output_weights") is False:
         raise _own_program(checkpoint, "tied embeddings on two pipeline stages: their step is not that of the run here")
-    named = named or checkpoint
     layout, counted = checkpoint.layout, (named.facts.config or {}).get("vocab_size")
     if not isinstance(counted, int):
         raise MissingFact("the true vocabulary is in no file", where=checkpoint.root, fix="--model-config")
