@@ -352,9 +352,9 @@ def diff(
     memory: str = "512MiB",
     **flags: Any,
 ) -> dict[str, Any]:
-    """What `ckptctl diff` does; returns what its `--json` prints. flags.
+    """What `ckptctl diff` does; returns what its `--json` prints.
 
-    Weights, optimizer, state, ignore_dtype, only.
+    flags are those of the command: weights, optimizer, state, ignore_dtype, only.
     """
     reading = operations.Reading(model_config, layer_names=layer_names)
     return operations.diff(a, b, operations.Comparison(**flags), reading, memory=memory)
