@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import tarfile
 import zipfile
+import zlib
 
 import pytest
 
@@ -46,6 +49,16 @@ HOSTILE = {
     "nested.pt": archive(inner__zip=zipped(x__pkl=CALL)),
     "nested-deflated.pt": archive(zipfile.ZIP_DEFLATED, inner__zip=zipped(x__pkl=CALL)),
     "run.pkl.gz": gzip.compress(CALL),
+    "gz-in-gz.joblib": gzip.compress(gzip.compress(CALL)),
+    "gz-in.pt": archive(x__gz=gzip.compress(CALL)),
+    "second-stream.joblib": gzip.compress(b"") + gzip.compress(CALL),
+    "cut-in-two.joblib": gzip.compress(CALL[:9]) + gzip.compress(CALL[9:]),
+    "second-stream.bz2.pkl": bz2.compress(b"") + bz2.compress(CALL_2),
+    "second-stream.xz.pkl": lzma.compress(b"") + lzma.compress(CALL_2),
+    "bad-sum-gz.joblib": gzip.compress(CALL)[:-8] + b"wrong sum",
+    "bad-sum-zlib.joblib": zlib.compress(CALL)[:-4] + b"sums",
+    "bad-sum-xz.joblib": lzma.compress(CALL)[:-6] + b"wrongs",
+    "bad-later.joblib": gzip.compress(CALL + bytes(1 << 20))[:-300] + b"\xff" * 300,
     "kept.tar": tarred(x__pkl=CALL),
     "kept.tgz": tarred("w:gz", x__pkl=CALL),
     "old.nemo": tarred(model_weights__ckpt=archive(data__pkl=CALL_2)),
@@ -62,6 +75,24 @@ def test_pickles_are_found_whatever_the_file_is_called(tmp_path, name):
     (tmp_path / name).write_bytes(HOSTILE[name])
     assert answer(tmp_path) is False
     assert answer(tmp_path / name) is False
+
+
+@pytest.mark.parametrize("packed", [lambda data: data, lambda data: gzip.compress(data, 1)])
+def test_a_pickle_that_goes_on_beyond_what_is_read_is_not_called_safe(tmp_path, monkeypatch, packed):
+    monkeypatch.setattr("ckptctl.operations.checks.pickled._MEMBER_LIMIT", 1 << 16)
+    (tmp_path / "model.pt").write_bytes(GOOD["tensor.pt"])
+    long = b"\x80\x04\x8e" + (1 << 17).to_bytes(8, "little") + bytes(1 << 17)  # BINBYTES8
+    (tmp_path / "numbers.dat").write_bytes(b"\x93NUMPY" + bytes(1 << 17))
+    assert answer(tmp_path) is True
+    (tmp_path / "long.dat").write_bytes(packed(long + b"0" + CALL))
+    assert answer(tmp_path) is None
+
+
+@pytest.mark.parametrize("magic", [b"\x04\x22\x4d\x18", b"\x28\xb5\x2f\xfd"])
+def test_what_cannot_be_decompressed_here_is_not_called_safe(tmp_path, magic):
+    (tmp_path / "model.pt").write_bytes(GOOD["tensor.pt"])
+    (tmp_path / "more.joblib").write_bytes(magic + bytes(40))
+    assert answer(tmp_path) is None
 
 
 def test_files_that_are_none_are_let_go(tmp_path):

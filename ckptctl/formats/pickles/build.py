@@ -17,7 +17,7 @@ from ckptctl.core.errors import CkptError
 from ckptctl.formats.pickles.calls import CALLS, Call
 from ckptctl.formats.pickles.danger import Finding, findings
 from ckptctl.formats.pickles.machine import Machine
-from ckptctl.formats.pickles.scan import Scan, read_ids, scan
+from ckptctl.formats.pickles.scan import Scan, Truncated, read_ids, scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,13 +31,15 @@ _PAUSE_GC_ABOVE = 1 << 20
 class Loaded(NamedTuple):
     """A pickle as a tree. stop is one past it; globals counts how often each name is asked for.
 
-    risky_getattr counts the calls of getattr on something that is not inert.
+    risky_getattr counts the calls of getattr on something that is not inert. to_end: reading stopped because the data
+    end, not at a fault; of `load_until_broken` alone.
     """
 
     tree: Tree
     stop: int
     globals: Counter[Global]
     risky_getattr: int
+    to_end: bool = True
 
     @property
     def unsafe(self) -> list[Finding]:
@@ -93,17 +95,21 @@ def load_until_broken(data: bytes, where: str) -> Loaded:
     """
     names: Counter[Global] = Counter()
     risky = at = 0
+    to_end = True
     while at < len(data):
-        found = Scan(at, len(data), 0, read_ids(data, at, len(data)))
+        found, cut = Scan(at, len(data), 0, read_ids(data, at, len(data))), len(data)
         with suppress(CkptError):
-            found = scan(data, where, at)
+            try:
+                found = scan(data, where, at)
+            except Truncated as err:
+                cut = min(err.at, len(data) - 1)
         machine = Machine(data, where, found, None, CALLS, {}, {})
         try:
             machine.run()
         except CkptError:
-            at = len(data)
+            at, to_end = len(data), machine.at >= cut
         else:
             at = machine.at + 1
         names += machine.globals
         risky += machine.risky_getattr
-    return Loaded(None, at, names, risky)
+    return Loaded(None, at, names, risky, to_end)

@@ -31,9 +31,10 @@ class Scan(NamedTuple):
 
 
 class Truncated(Damaged):
-    """The pickle goes on beyond the bytes given: more of the file may be needed."""
+    """The pickle goes on beyond the bytes given: more of the file may be needed. at is the opcode that is cut."""
 
     code = "pickle-truncated"
+    at = 0
 
 
 def scan(data: bytes | memoryview, where: str, start: int = 0) -> Scan:
@@ -94,7 +95,9 @@ def scan(data: bytes | memoryview, where: str, start: int = 0) -> Scan:
 
 
 def _truncated(where: str, at: int, size: int, how: str) -> Truncated:
-    return Truncated(f"the pickle ends {how}", where=where, why=f"at byte {at} of {size}", fix="copy the file again")
+    made = Truncated(f"the pickle ends {how}", where=where, why=f"at byte {at} of {size}", fix="copy the file again")
+    made.at = at
+    return made
 
 
 def _line_stop(data: bytes | memoryview, at: int, where: str, name: str) -> int:

@@ -47,6 +47,11 @@ _COMPRESSED: tuple[tuple[bytes, Callable[[], Any]], ...] = (
     (b"\x5d\x00", lzma.LZMADecompressor),
 )
 """How joblib compresses, by first bytes. Source: joblib 1.5, joblib/compressor.py."""
+_FAULTS = (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError)
+_FOREIGN = {b"\x04\x22\x4d\x18": "lz4", b"\x28\xb5\x2f\xfd": "zstd"}
+"""What else joblib or pandas may have compressed with, which Python does not read by itself."""
+_PIECE = 1 << 12
+"""Bytes decompressed at a time: whoever loads a damaged stream runs what stands before the fault."""
 _PLAIN = re.compile(rb"[(\]}]*[ci][A-Za-z_][\w.]*\r?\n[A-Za-z_][\w.]*\r?\n")
 """How a pickle of protocol 0 or 1 begins that asks for a name at once."""
 FRAMEWORKS = ("torch", "numpy", "builtins", "collections", "transformers", "deepspeed", "megatron")
@@ -115,15 +120,29 @@ def unread(found: Found, name: str, source: ByteSource, main: ZipRecord | None =
         members(found, name, source, directory, main, depth)
     elif is_tar(head):
         _tar(found, name, source, depth)
+    elif head.startswith(tuple(_FOREIGN)):
+        found.unseen.setdefault(name, f"it is compressed with {_FOREIGN[head[:4]]}")
     elif head.strip(b"\0"):
         data, is_whole = _unpacked(source)
-        if data.startswith(_ZIP) or is_tar(data):
-            if is_whole:
-                unread(found, name, HeldBytes(data, source.path), None, depth + 1)
-            else:
-                found.unseen.setdefault(name, "it is compressed, and large")
-            return
-        _safe(found, name, load_until_broken(_behind_header(data), name).unsafe, ())
+        if not _holds_more(data):
+            _broken(found, name, _behind_header(data), is_whole)
+        elif is_whole:
+            unread(found, name, HeldBytes(data, source.path), None, depth + 1)
+        else:
+            found.unseen.setdefault(name, "it is compressed, and large or damaged")
+
+
+def _holds_more(data: bytes) -> bool:
+    """Whether a file begins as an archive, or as what is compressed."""
+    return data.startswith((_ZIP, *_FOREIGN, *(magic for magic, _ in _COMPRESSED))) or is_tar(data)
+
+
+def _broken(found: Found, name: str, data: bytes, is_whole: bool) -> None:
+    """Pickles from the start of data, up to a fault: by then whoever loads them ran them."""
+    read = load_until_broken(data, name)
+    _safe(found, name, read.unsafe, ())
+    if not is_whole and read.to_end and data:
+        found.unseen.setdefault(name, "its pickle goes on beyond what was read: it is large, or badly compressed")
 
 
 def tar_names(source: ByteSource) -> frozenset[str]:
@@ -156,12 +175,36 @@ def _unpacked(source: ByteSource) -> tuple[bytes, bool]:
     is_whole = len(data) == source.nbytes
     for magic, opened in _COMPRESSED:
         if data.startswith(magic):
-            try:
-                data = opened().decompress(data, _MEMBER_LIMIT)
-            except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError):  # nobody can read it
-                return b"", True
-            return data, is_whole and len(data) < _MEMBER_LIMIT
+            made, is_all = _decompressed(data, opened)
+            return made, is_whole and is_all
     return data, is_whole
+
+
+def _decompressed(data: bytes, opened: Callable[[], Any]) -> tuple[bytes, bool]:
+    """Streams one after the other, decompressed up to a fault or _MEMBER_LIMIT, and whether that is all there is.
+
+    A stream of which nothing comes out is no stream: loaders stop before it.
+    """
+    out, at, stream, begun, left = bytearray(), 0, opened(), 0, b""
+    try:
+        while len(out) < _MEMBER_LIMIT:
+            if stream.eof:
+                left = stream.unused_data
+                if not left and at >= len(data):
+                    return bytes(out), True
+                stream, begun = opened(), len(out)
+            is_hungry = getattr(stream, "needs_input", True)
+            if is_hungry and not left and at < len(data):
+                left, at = data[at : at + _PIECE], at + _PIECE
+            step = 1 if len(out) - begun < _PIECE else _PIECE  # a wrong checksum would hide all that came in its step
+            made = stream.decompress(left if is_hungry else b"", step)
+            left = getattr(stream, "unconsumed_tail", b"")
+            out += made
+            if not made and not left and not stream.eof and at >= len(data):
+                return bytes(out), True  # the stream ends early, and with it what anybody can read
+    except _FAULTS:
+        return bytes(out), len(out) == begun
+    return bytes(out), False
 
 
 def _behind_header(data: bytes) -> bytes:
@@ -187,21 +230,20 @@ def members(
             why = f"{record.name} has {record.nbytes:,} bytes, zip method {record.method}"
             what = "a pickle in the archive was not looked at"
             found.note("unsupported", what, file=name, field=record.name, why=why, severity="warning")
+            found.unseen.setdefault(name, why)
             continue
-        data = reader.read(record.start, record.compressed_nbytes)
+        data, is_whole = reader.read(record.start, record.compressed_nbytes), True
         where = f"{name}, {record.name}"
-        try:
-            data = data if record.method == 0 else zlib.decompressobj(-15).decompress(data, _MEMBER_LIMIT)
-        except zlib.error:  # nobody can read it
-            continue
-        if data.startswith(_ZIP) or is_tar(data):
+        if record.method:
+            data, is_whole = _decompressed(data, lambda: zlib.decompressobj(-15))
+        if _holds_more(data):
             unread(found, name, HeldBytes(data, where), None, depth + 1)
             continue
         data = _behind_header(data)
         try:
             loaded = load(data, where, persistent=Storages(where), rebuild=CALLS, finish=arrays.FINISH)
         except CkptError:  # perhaps no pickle, whatever its name
-            _safe(found, name, load_until_broken(data, where).unsafe, ())
+            _broken(found, name, data, is_whole)
         else:
             _safe(found, name, loaded.unsafe, unknown(loaded.globals))
 
