@@ -20,10 +20,10 @@ NUMBERED = ("torch", "lightning", "trainer", "accelerate", "dcp")
 """Formats whose integer keys are torch's own: numbers in the order of the optimizer that the run had."""
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from ckptctl.core.checkpoint import Group, Optimizer
-    from ckptctl.formats.target import Content
+    from ckptctl.core.checkpoint import Group
+    from ckptctl.formats.target import Content, Item
 
 
 LIKE = "--like"
@@ -67,16 +67,37 @@ def ordered(
     )
 
 
-def numbered(content: Content, given: Sequence[str], instead: str) -> tuple[Optimizer | None, tuple[Line, ...]]:
-    """The optimizer with its groups as torch's numbers count them, and a line where the source has another order."""
+def numbered(content: Content, given: Sequence[str], instead: str) -> tuple[Content, tuple[Line, ...]]:
+    """The content with its groups as torch's numbers count them, and a line where the source has another order."""
     optimizer = content.optimizer
     if optimizer is None:
-        return None, ()
+        return content, ()
     groups, whose = ordered(content, optimizer.groups, given, instead)
+    content = replace(content, weights=in_order(content, groups, given))
     if [g.params for g in groups] == [g.params for g in optimizer.groups]:
-        return optimizer, ()
+        return content, ()
     line = Line("parameter order", "written", f"{whose}: the source's groups list them in another")
-    return replace(optimizer, groups=tuple(groups)), (line,)
+    return replace(content, optimizer=replace(optimizer, groups=tuple(groups))), (line,)
+
+
+def in_order(content: Content, groups: Sequence[Group], given: Sequence[str] = ()) -> Mapping[str, Item]:
+    """The weights, those of each group in its order: a state dict is all that names an optimizer's numbers.
+
+    They stay as they are where they have that order already, as in a model's own state dict; a safetensors file has
+    its names sorted. Others are put in the order given, else the family's, else the groups', between what is in none.
+    """
+    weights = content.weights
+    listed = [n for g in groups for n in g.params if n in weights]
+    family = registered(content.source.facts, listed)
+    at: dict[str, int] = {}
+    for order in (list(weights), given, [p.name for p in family or ()], listed):
+        at = {n: i for i, n in enumerate(order)}
+        places = [[at.get(n, -1) for n in g.params if n in weights] for g in groups]
+        if all(p == sorted(p) and -1 not in p for p in places):
+            break
+    kept, turn = set(listed), iter(sorted(listed, key=at.__getitem__))
+    names = [next(turn) if n in kept else n for n in weights]
+    return weights if names == list(weights) else {n: weights[n] for n in names}
 
 
 def _is_own(content: Content, names: Sequence[str]) -> bool:

@@ -98,3 +98,21 @@ def test_flat_keys_have_no_order_so_numbers_are_the_family_s_or_none(to, tmp_pat
     decayed, rest = ([n for n in LLAMA if ("norm" in n) == other] for other in (False, True))
     assert [len(g) for g in numbers] == [len(decayed), len(rest)] == [16, 5]
     assert [states[i]["exp_avg"].truth for i in range(21)] == [truth(name)["exp_avg"][n] for n in (*decayed, *rest)]
+
+
+@pytest.mark.parametrize("words", [*NUMBERED.values(), ["--to", "deepspeed", "--zero-stage", "0"]], ids=lambda w: w[1])
+@pytest.mark.parametrize("told", ["--param-order", "--model-config"])
+def test_a_result_s_numbers_are_read_as_they_were_written(words, told, tmp_path):
+    # Every parameter has the same shape, so that only the order of the model's dict tells numbers' names.
+    names = sorted(LLAMA)
+    path, _, optimizer = saved(tmp_path / "x.pt", names, LLAMA)
+    order = tmp_path / "order.txt"
+    order.write_text("\n".join(LLAMA))
+    said = order if told == "--param-order" else truth_config("torch/fsdp2_dp2_dcp")
+    good("convert", path, tmp_path / "out", *words, told, said)
+    back = tmp_path / "back.pt"
+    good("convert", tmp_path / "out", back, "--to", "torch")
+    states = torch_tree(back)["optimizer"]["state"]
+    for name in LLAMA:
+        ours = next(v for n, v in states.items() if n.removeprefix("net.") == name)
+        assert (ours["exp_avg"].numbers() == optimizer["state"][name]["exp_avg"]).all(), name

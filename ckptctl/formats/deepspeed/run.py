@@ -11,7 +11,7 @@ from ckptctl.core.checkpoint import MASTER, Group, Optimizer
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.formats.deepspeed import layout, teams
-from ckptctl.formats.order import ordered
+from ckptctl.formats.order import in_order, ordered
 from ckptctl.formats.registered import registered
 from ckptctl.formats.target import Item
 
@@ -185,6 +185,8 @@ def run_of(content: Content, choices: Choices) -> Run:
             code="param-order",
         )
     states = {n: s for n, s in _states(content).items() if n not in empty}
+    if not stage and states:
+        content = replace(content, weights=in_order(content, groups, choices.param_order))
     own = content.values.get("deepspeed")
     own = own if isinstance(own, dict) else {}
     dtype = next((weights[n].dtype.name for n in candidates), F32.name)

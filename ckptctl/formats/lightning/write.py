@@ -6,7 +6,6 @@ pytorch/strategies/model_parallel.py, save_checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import EMA, Optimizer
@@ -43,8 +42,7 @@ def write(content: Content, choices: Choices) -> Written:
     if choices.sharded:
         return _folder(content, choices, prefix, values, lines)
     instead = "a folder, which --dp writes, has names and needs no order"
-    optimizer, told = numbered(content, choices.param_order, instead)
-    content = replace(content, optimizer=optimizer)
+    content, told = numbered(content, choices.param_order, instead)
     lines += told
 
     def segments() -> list[Segment]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -186,8 +186,7 @@ def write(content: Content, choices: Choices) -> Written:
     lines: list[Line] = []
     if choices.index_keys:
         instead = "without --index-keys names are written, which need no order"
-        optimizer, told = numbered(content, choices.param_order, instead)
-        content = replace(content, optimizer=optimizer)
+        content, told = numbered(content, choices.param_order, instead)
         lines += told
 
     def segments() -> list[Segment]:
