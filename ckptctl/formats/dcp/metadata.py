@@ -137,6 +137,14 @@ def read_index(reader: ByteSource) -> Index:
         raise Damaged(
             "the metadata is no DCP metadata", where=reader.path, why=f"it holds {_kind(tree)}", code="metadata-damaged"
         )
+    if loaded.stop != reader.nbytes:  # one changed byte may end it anywhere
+        raise Damaged(
+            "bytes follow the pickle",
+            where=reader.path,
+            why=f"it stops at byte {loaded.stop} of {reader.nbytes}",
+            fix="copy the file again",
+            code="trailing-bytes",
+        )
     out = Index(unsafe=[UnsafeGlobal(reader.path, str(f.name), f.why) for f in loaded.unsafe])
     try:
         _fill(out, tree, reader.path)

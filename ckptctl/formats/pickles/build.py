@@ -64,8 +64,8 @@ def load(
     each is given the arguments. finish is asked when a Record of that func is given its state (the Record, the
     state): what it returns takes the Record's place. known is the same for classes whose instances become something
     compact made of their state alone; with it, torch.Size gives plain tuples, equal ones shared where they are near
-    each other. All of them return NotImplemented to leave a Record; KeyError, TypeError, ValueError of theirs become
-    Damaged.
+    each other. All of them return NotImplemented to leave a Record; KeyError, TypeError, ValueError and AttributeError
+    of theirs become Damaged.
 
     Raises Damaged, also for what no pickler writes (missing marks, unhashable keys), and Unsupported. Runs nothing.
     """

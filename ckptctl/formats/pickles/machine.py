@@ -54,7 +54,7 @@ class Machine(Objects):
             return self._run()
         except CkptError:
             raise
-        except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as err:
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError, AttributeError, struct.error) as err:
             opcode = OPCODES.get(self.data[self.at]) if self.data else None
             name = opcode.name if opcode else "an opcode"
             why = str(err) or type(err).__name__

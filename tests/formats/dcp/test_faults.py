@@ -255,3 +255,23 @@ def test_mutated_metadata_never_ends_in_a_traceback(seed, folder, tmp_path):
     (folder / ".metadata").write_bytes(bytes(data))
     assert ckptctl("inspect", folder, "--json").code in (0, 3)
     assert ckptctl("convert", folder, tmp_path / "out", "--to", "torch", "--json").code in (0, 3)
+
+
+@pytest.mark.parametrize("state", [5, (1, 2), "text", None, [3]])
+def test_the_place_of_an_item_that_is_no_dict_is_damage(state, folder, tmp_path):
+    """A changed byte may make any opcode of what was a dict."""
+
+    def spoil(parts):
+        next(iter(parts.storage.values())).state = state
+
+    change(folder, spoil)
+    assert refused("inspect", folder)["code"] == "pickle-damaged"
+
+
+def test_bytes_behind_the_pickle_are_damage(folder):
+    """The pickle ends early where a byte becomes that of STOP: what was read by then may look whole."""
+    file = folder / ".metadata"
+    data = file.read_bytes()
+    assert data.endswith(b"b.")
+    file.write_bytes(data[:-2] + b"..")
+    assert refused("inspect", folder)["code"] == "trailing-bytes"
