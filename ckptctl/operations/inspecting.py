@@ -153,6 +153,20 @@ def state_of(checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
+def trainer_needs(checkpoint: Checkpoint) -> str:
+    """Why Transformers' Trainer does not go on from a folder of its own that has weights, moments and groups, or "".
+
+    Source: transformers 5.24, trainer.py: train reads trainer_state.json whatever is there, and
+    _load_optimizer_and_scheduler passes over optimizer.pt, without a word, where scheduler.pt is not there.
+    """
+    if checkpoint.format != "trainer":
+        return ""
+    there = {f.path.rpartition("/")[2] for f in checkpoint.files}
+    if "trainer_state.json" not in there:
+        return "no trainer_state.json, without which the Trainer stops"
+    return "" if "scheduler.pt" in there else "no scheduler.pt, without which the Trainer loads no optimizer"
+
+
 def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:
     """Whether a run can go on from it, and why (not)."""
     if checkpoint.unsafe:
@@ -166,6 +180,8 @@ def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:
     lacking = [p for p in ("weights", "moments", "groups") if state[p] == "absent"]
     if lacking:
         return False, f"no {', no '.join(lacking)}"
+    if refused := trainer_needs(checkpoint):
+        return False, refused
     missing = [p for p in ("scheduler", "rng", "counters") if state[p] == "absent"]
     return True, "weights, moments and groups are there" + (f"; without {', '.join(missing)}" if missing else "")
 

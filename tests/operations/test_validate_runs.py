@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from ckptctl.operations import Reading, Validation, validate
+from ckptctl.operations import Reading, Validation, inspect, validate
 from tests.support.checkpoints import ckpt
 
 
@@ -45,3 +45,20 @@ def test_the_latest_step_is_the_tracker_s(tmp_path):
     document = validate([folder], Validation("header"), Reading(step="latest"))
     assert [row["path"] for row in document["checkpoints"]] == [str(folder / "iter_0000003")]
     assert document["ok"]
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "scheduler.pt"])
+def test_no_run_goes_on_from_a_trainer_s_step_without_what_the_trainer_wants(name, trainer_run):
+    """transformers 5.24: it stops without the one, and starts the optimizer anew, without a word, without the other."""
+    step = trainer_run / "checkpoint-2"
+    assert validate([step], Validation("structure", must_resume=True))["ok"]
+    (step / name).unlink()
+    found = validate([step], Validation("structure"))
+    row = found["checkpoints"][0]["resumable"]
+    assert row["answer"] is False
+    assert row["why"].startswith(f"no {name}")
+    assert "not-resumable" in [f["kind"] for f in found["findings"]]
+    assert not validate([step], Validation("structure", must_resume=True))["ok"]
+    assert inspect(step)["resumable"] is False
+    whole = validate([trainer_run], Validation("structure"))
+    assert whole["newest_resumable"] == str(trainer_run / "checkpoint-1")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import WEIGHTS, is_state
-from ckptctl.operations.inspecting import state_of
+from ckptctl.operations.inspecting import state_of, trainer_needs
 
 if TYPE_CHECKING:
     from ckptctl.core.checkpoint import Checkpoint
@@ -50,6 +50,8 @@ def resumable(found: Found, checkpoint: Checkpoint | None) -> Resumable:
         return Resumable(False, "it is not intact", loader, tuple(needed), has_state)
     if needed:
         return Resumable(False, f"no {', no '.join(needed)}", loader, (*needed, *beside), has_state)
+    if refused := trainer_needs(checkpoint):
+        return Resumable(False, refused, loader, tuple(beside), has_state)
     more = f"; without {', '.join(beside)}" if beside else ""
     return Resumable(True, f"weights, moments and groups are there{more}", loader, tuple(beside), False)
 

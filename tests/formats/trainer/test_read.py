@@ -39,7 +39,7 @@ def test_without_an_optimizer_the_weights_are_read_and_that_is_said(folder):
 def test_without_a_scheduler_it_is_said_that_a_trainer_loads_neither(folder):
     (folder / "scheduler.pt").unlink()
     found = document("inspect", folder)
-    assert (found["state"]["scheduler"], found["resumable"]) == ("absent", True)
+    assert (found["state"]["scheduler"], found["resumable"]) == ("absent", False)
     assert any("neither" in w for w in found["warnings"])
     report = document("convert", folder, folder.parent / "out", "--to", "trainer")
     assert {"part": "scheduler", "fate": "written"}.items() <= report["fidelity"][-4].items() or any(
