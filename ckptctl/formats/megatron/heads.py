@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.core.errors import Damaged
@@ -24,6 +25,7 @@ def require_fitting(tensors: Mapping[Key, Tensor], facts: Facts, where: str) -> 
     head's rows for each head, and a key's and a value's for each group.
     Source: Megatron-LM core_v0.16.1, core/transformer/attention.py, SelfAttention.__init__.
     """
+    _require_vocabulary(facts, where)
     heads = facts.optional("num_attention_heads")
     if not heads:
         return
@@ -78,4 +80,38 @@ def _require_config(facts: Facts, heads: int, where: str) -> None:
         )
 
 
-__all__ = ["require_fitting"]
+def _require_vocabulary(facts: Facts, where: str) -> None:
+    """Damaged where the config has fewer tokens than args: what are tokens would be let go as rows of padding."""
+    given, own = facts.true_vocabulary, replace(facts, given={}).true_vocabulary or facts.optional("vocab_size")
+    if given is not None and own is not None and given < own:
+        raise Damaged(
+            f"the config says a vocabulary of {given}, the checkpoint's args one of {own}",
+            where=where,
+            why="rows beyond the vocabulary are let go as padding, and these are tokens",
+            fix="give the config of this model with --model-config",
+            code="config-shape-mismatch",
+        )
+
+
+def unlike_config(facts: Facts) -> tuple[str, ...]:
+    """A warning for each number that the config has and args have another one for: no shape tells these."""
+    ropes = facts.given.get("rope_parameters")
+    config = {**(ropes if isinstance(ropes, dict) else {}), **facts.given}
+    out: list[str] = []
+    for name, keys in _UNSEEN.items():
+        if name == "rotary_base" and facts.args.get("position_embedding_type") != "rope":
+            continue
+        own, key = facts.args.get(name), next((k for k in keys if config.get(k) is not None), "")
+        said = config.get(key)
+        if isinstance(own, (int, float)) and isinstance(said, (int, float)) and own != said:
+            out.append(f"the config says {key} {said}, the checkpoint's args {name} {own}: is it this model's?")
+    return tuple(out)
+
+
+_UNSEEN = {
+    "layernorm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+    "rotary_base": ("rope_theta", "rotary_emb_base"),
+}
+
+
+__all__ = ["require_fitting", "unlike_config"]

@@ -134,7 +134,7 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         unsafe=tuple(found.unsafe),
         unknown_globals=tuple(sorted(u for u in found.unknown if not u.startswith("megatron."))),
         unsupported=tuple(found.unsupported),
-        warnings=(*found.warnings, *_vocabulary_warning(found.facts, found.tensors)),
+        warnings=(*found.warnings, *_vocabulary_warning(found.facts, found.tensors), *heads.unlike_config(facts)),
         damaged_state=found.damaged_state,
         naming="megatron",
         padding=padding,

@@ -97,6 +97,27 @@ def test_a_config_of_other_heads_is_refused(tmp_path):
     assert error["what"] == "the config says 8 attention heads, the checkpoint's args 4"
 
 
+@pytest.mark.parametrize("name", [TIED, DIST])
+def test_a_config_of_fewer_tokens_than_args_say_is_refused(name, tmp_path):
+    config = json.loads((truth_config(name) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 130}))
+    error = refused("inspect", ckpt(name), "--model-config", tmp_path)
+    assert error["code"] == "config-shape-mismatch"
+    assert error["what"] == "the config says a vocabulary of 130, the checkpoint's args one of 131"
+
+
+def test_numbers_that_no_shape_tells_are_compared_with_args(tmp_path):
+    config = json.loads((truth_config(DIST) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 5e3}})
+    )
+    told = open_checkpoint(ckpt(DIST), Reading(tmp_path))[0].warnings
+    assert (
+        "the config says rms_norm_eps 1e-06, the checkpoint's args layernorm_epsilon 1e-05: is it this model's?" in told
+    )
+    assert "the config says rope_theta 5000.0, the checkpoint's args rotary_base 10000: is it this model's?" in told
+
+
 @pytest.mark.parametrize(
     ("changed", "code", "words"),
     [
@@ -190,3 +211,10 @@ def test_a_stage_s_layers_twice_are_refused(tmp_path, monkeypatch):
     error = refusal(run, TIED)
     assert (error.exit_code, error.code) == (3, "ranks-differ")
     assert "9216 of 4608 elements over all ranks: some are there twice" in error.what
+
+
+@pytest.mark.parametrize(
+    "name", sorted(f"megatron/{p.parent.parent.name}" for p in ckpt("megatron").glob("*/truth/config.json"))
+)
+def test_real_configs_contradict_no_args(name):
+    assert not [w for w in open_checkpoint(ckpt(name), Reading(truth_config(name)))[0].warnings if "is it this" in w]
