@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Document = dict[str, Any]
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_LAYER = re.compile(r"((?:[^.]+\.)*?\d+)\.(.+)")
 _COLOURS = {"float32": "#4e79a7", "bfloat16": "#59a14f", "float16": "#edc948", "float64": "#b07aa1"}
 _OTHER = "#9c9a95"
 _RANKS, _LONG = 64, 400
@@ -94,12 +93,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     ]
     more = f"<p>and {len(rows) - _MOST} more</p>" if len(rows) > _MOST else ""
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>{more}'
-
-
-def _head(name: str) -> tuple[str, str]:
-    """(layer, module) of a tensor's name."""
-    found = _LAYER.match(name)
-    return (found[1], found[2]) if found else ("", name)
 
 
 # ---- inspect --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ that older versions lack are absent here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.deepspeed.opened import whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ckptctl.formats.deepspeed.layout import Shape
     from ckptctl.formats.deepspeed.opened import Opened
 
@@ -39,6 +38,13 @@ _STRUCTURE = frozenset(
         "sparse_tensor_module_names",
     }
 )
+ROUND_ROBIN = "round_robin_gradients"
+
+
+def zero_section(config: Any) -> dict[Any, Any]:
+    """zero_optimization of a run's configuration; {} where there is none."""
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return zero if isinstance(zero, dict) else {}
 
 
 @dataclass
@@ -68,8 +74,7 @@ class ModelFile:
     @property
     def stage(self) -> int | None:
         """zero_optimization.stage of the run's configuration."""
-        zero = self.config.get("zero_optimization")
-        return whole_number(zero.get("stage")) if isinstance(zero, dict) else None
+        return whole_number(zero_section(self.config).get("stage"))
 
     @property
     def run_dtype(self) -> str:

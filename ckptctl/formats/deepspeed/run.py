@@ -11,6 +11,7 @@ from ckptctl.core.checkpoint import MASTER, Group, Optimizer
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import MissingFact, Unsupported
 from ckptctl.formats.deepspeed import layout, teams
+from ckptctl.formats.deepspeed.modelfile import ROUND_ROBIN, zero_section
 from ckptctl.formats.order import in_order, ordered
 from ckptctl.formats.registered import registered
 from ckptctl.formats.target import Item
@@ -27,7 +28,6 @@ VERSION = "0.19.8"
 """What files say wrote them where the source does not: the version whose files are the test."""
 SUB_GROUP_SIZE = 1_000_000_000
 """zero_optimization.sub_group_size where the source's configuration has none. Source: DeepSpeed 0.19.8, config.py."""
-ROUND_ROBIN = "round_robin_gradients"
 WIDENED = ("float32", "bfloat16", "float16")
 """Types of which a float32 master is made, which is exact."""
 _SECTION = {"bfloat16": "bf16", "float16": "fp16"}
@@ -81,9 +81,7 @@ class Run:
     @property
     def was_dealt(self) -> bool:
         """Whether the source's run dealt parameters to ranks in turn, which the target's must not."""
-        own = self.own.get("ds_config")
-        zero = own.get("zero_optimization") if isinstance(own, dict) else None
-        return isinstance(zero, dict) and bool(zero.get(ROUND_ROBIN))
+        return bool(zero_section(self.own.get("ds_config")).get(ROUND_ROBIN))
 
     @property
     def step(self) -> int:
@@ -134,8 +132,7 @@ class Run:
 
     def sub_group_numel(self) -> int:
         """Elements of a rank's slots at which a sub-group of stage 3 closes."""
-        zero = self.config.get("zero_optimization")
-        size = zero.get("sub_group_size") if isinstance(zero, dict) else None
+        size = zero_section(self.config).get("sub_group_size")
         return int(size) if isinstance(size, (int, float)) and size > 0 else SUB_GROUP_SIZE
 
 
@@ -273,10 +270,9 @@ def _kinds(names: Sequence[str], states: Mapping[str, Mapping[str, Item]]) -> li
 def _config(own: Mapping[str, Any], stage: int, dtype: str) -> dict[str, Any]:
     """The run's configuration, with the target's stage and type."""
     config = dict(own.get("ds_config") or {})
-    zero = config.get("zero_optimization")
-    config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": stage}
-    if config["zero_optimization"].get(ROUND_ROBIN):
-        config["zero_optimization"][ROUND_ROBIN] = False  # flat groups are written in the optimizer's own order
+    zero = config["zero_optimization"] = {**zero_section(config), "stage": stage}
+    if zero.get(ROUND_ROBIN):
+        zero[ROUND_ROBIN] = False  # flat groups are written in the optimizer's own order
     if dtype in _SECTION:
         config.setdefault(_SECTION[dtype], {"enabled": True})
     return config

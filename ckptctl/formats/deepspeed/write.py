@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.output import OutputFile, Put
 from ckptctl.formats.deepspeed import flats, writeuniversal, writewhole
-from ckptctl.formats.deepspeed.run import F32, ROUND_ROBIN, run_of
+from ckptctl.formats.deepspeed.modelfile import ROUND_ROBIN
+from ckptctl.formats.deepspeed.run import F32, run_of
 from ckptctl.formats.deepspeed.writemodel import expert_tree, model_tree, torch_file
 from ckptctl.formats.target import Choices, Content, Line, Written
 

@@ -15,6 +15,7 @@ from ckptctl.core.checkpoint import MASTER, Group
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.tensor import Key, Tensor
 from ckptctl.formats.deepspeed import layout
+from ckptctl.formats.deepspeed.modelfile import ROUND_ROBIN, zero_section
 from ckptctl.formats.torchtensor import tensor_of
 
 if TYPE_CHECKING:
@@ -140,8 +141,7 @@ def _optimizer_order(
     if len(said) == len(own) and set(said) == set(own):
         names = dict(zip(own, named, strict=True))
         return [names[n] for n in said]
-    zero = model.config.get("zero_optimization")
-    if team[0].stage == 3 or said or not (isinstance(zero, dict) and zero.get("round_robin_gradients") is True):
+    if team[0].stage == 3 or said or zero_section(model.config).get(ROUND_ROBIN) is not True:
         return named
     dealt = [i for hand in range(len(team)) for i in range(hand, len(own), len(team))]
     return [name for _, name in sorted(zip(dealt, named, strict=True))]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import MASTER, WEIGHTS, Checkpoint
 from ckptctl.core.errors import MissingFact, Unsupported
+from ckptctl.formats.deepspeed.modelfile import ROUND_ROBIN, zero_section
 from ckptctl.formats.megatron.runargs import source_args
 from ckptctl.operations.state_values import plain
 from ckptctl.operations.tensors import as_number
@@ -274,12 +275,9 @@ def _deepspeed(checkpoint: Checkpoint) -> Native:
 
 def _layout_settings(checkpoint: Checkpoint) -> Data:
     """What decides where parameters lie in the ranks' flat groups, as the run's own configuration had it."""
-    found: Any = checkpoint.values.get("deepspeed")
-    for word in ("ds_config", "zero_optimization"):
-        found = found.get(word) if isinstance(found, dict) else None
-    if not isinstance(found, dict):
-        return {}
-    out: Data = {"round_robin_gradients": True} if found.get("round_robin_gradients") is True else {}
+    own = checkpoint.values.get("deepspeed")
+    found = zero_section(own.get("ds_config") if isinstance(own, dict) else None)
+    out: Data = {ROUND_ROBIN: True} if found.get(ROUND_ROBIN) is True else {}
     size = as_number(found.get("sub_group_size"))
     return out | ({"sub_group_size": int(size)} if isinstance(size, (int, float)) and size > 0 else {})
 
