@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 NAME = ".metadata"
 _META = "torch.distributed.checkpoint.metadata."
-_OLD = "torch.distributed._shard.sharded_tensor.metadata."
 ZSTD = "stream.zstd/1"
-BYTES = "bytes"
 _METADATA_LIMIT = 1 << 32
 _PATH_LIMIT = 64
 """Keys in the path of one item; state dicts are a few levels deep."""

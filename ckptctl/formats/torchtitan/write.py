@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
     from ckptctl.core.values import Tree
 
-OWN = ("lr_scheduler", "dataloader", "train_state")
-"""Parts of the state that torchtitan has besides model and optimizer."""
-
 
 def write(content: Content, choices: Choices) -> Written:
     """The folder `step-N` for choices.dp ranks; step-0 where no step is known, as torchtitan calls its seed."""

@@ -18,7 +18,7 @@ from ckptctl.operations.verify.device import torch_dtype
 from ckptctl.operations.verify.needs import torch_module
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ckptctl.core.checkpoint import Checkpoint
     from ckptctl.core.tensor import Key
@@ -122,11 +122,3 @@ def digest_of(value: Any, chunk_nbytes: int = STAGING_NBYTES) -> str:
         part = flat[start : start + step].view(torch.uint8).cpu()
         hasher.update(part.numpy())
     return hasher.hexdigest()
-
-
-def digests_by_name(digests: Mapping[tuple[str, str], str]) -> dict[str, dict[str, str]]:
-    """{(name, kind): digest} as {name: {kind: digest}}."""
-    out: dict[str, dict[str, str]] = {}
-    for (name, kind), digest in digests.items():
-        out.setdefault(name, {})[kind] = digest
-    return out
