@@ -70,20 +70,12 @@ def find(path: Path) -> Files | None:
         tag = _tracked(path / tracker)
         if tag is None:
             continue
-        if not tag:
-            _require_no_steps(path, tracker)
-            continue
-        inner = _in(path, path / tag, tag, tracker)
-        if inner.found:
+        inner = _in(path, path / tag, tag, tracker) if tag else None
+        if inner is not None and inner.found:
             return inner
-        if tracker == "latest_universal" or tag.startswith("global_step") or _others(path):
-            raise MissingFile(
-                f"{tracker} names {tag}, which is not there, or holds no checkpoint",
-                where=str(path / tracker),
-                why=f"steps there: {', '.join(_others(path)) or 'none'}",
-                fix="copy the step's folder, or give another one's path",
-                code="tracker-names-missing-step",
-            )
+        others = _others(path)
+        if others or (tracker == "latest_universal" and tag) or tag.startswith("global_step"):
+            raise _misled(path / tracker, tag, others)
     return None
 
 
@@ -107,18 +99,18 @@ def _tracked(file: Path) -> str | None:
     return text
 
 
-def _require_no_steps(path: Path, tracker: str) -> None:
-    """MissingFile where steps lie beside a tracker that names none: no loader takes one of them by itself."""
-    others = _others(path)
-    if others:
-        nbytes = (path / tracker).stat().st_size
-        raise MissingFile(
-            f"{tracker} names no step: it {f'has {nbytes} bytes, which are no name' if nbytes else 'is empty'}",
-            where=str(path / tracker),
-            why=f"steps there: {', '.join(others)}",
-            fix="write the step's name into it, or give the step's own folder",
-            code="tracker-names-missing-step",
-        )
+def _misled(tracker: Path, tag: str, others: list[str]) -> MissingFile:
+    """The error for a tracker that names what is not there, or nothing (""): no loader takes another step by itself."""
+    if tag:
+        what = f"{tracker.name} names {tag}, which is not there, or holds no checkpoint"
+        fix = "copy the step's folder, or give another one's path"
+    else:
+        nbytes = tracker.stat().st_size
+        held = f"has {nbytes} bytes, which are no name" if nbytes else "is empty"
+        what = f"{tracker.name} names no step: it {held}"
+        fix = "write the step's name into it, or give the step's own folder"
+    why = f"steps there: {', '.join(others) or 'none'}"
+    return MissingFile(what, where=str(tracker), why=why, fix=fix, code="tracker-names-missing-step")
 
 
 def _others(path: Path) -> list[str]:
