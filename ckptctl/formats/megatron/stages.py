@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ckptctl.formats.megatron.facts import Facts
     from ckptctl.formats.megatron.model import Place, Shape
 
+_SHOWN = 12
+"""Divisors that an error names."""
 Chunk = tuple[int, int]
 """(pipeline rank, chunk of it)."""
 
@@ -68,12 +70,12 @@ def local_shapes(shapes: Mapping[str, Shape], tp: int, where: str, *, fused: boo
             out[name] = shape
             continue
         if shape[axis] % tp:
-            fits = ", ".join(str(n) for n in range(1, min(shape[axis], 4096) + 1) if shape[axis] % n == 0)
+            fits = [str(n) for n in range(1, min(shape[axis], 4096) + 1) if shape[axis] % n == 0]
             raise Unsupported(
                 f"{tp} tensor-parallel ranks do not divide {name} {shape}",
                 where=where,
                 why=f"each has as much of its axis {axis}, which is {shape[axis]}",
-                fix=f"--tp {fits[:60]} would do for it",
+                fix=f"--tp {', '.join(fits[:_SHOWN])} would do for it",
                 code="mesh-does-not-divide",
             )
         out[name] = (*shape[:axis], shape[axis] // tp, *shape[axis + 1 :])
