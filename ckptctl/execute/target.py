@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -260,6 +261,10 @@ class Partial:
             raise writing_failed(err, self.target) from err
 
     def _swap(self) -> None:
+        with suppress(OSError):  # who could not look into what was there is not let in by its successor
+            old, is_folder = self.target.lstat().st_mode, self.out.is_dir()
+            if stat.S_ISDIR(old) if is_folder else stat.S_ISREG(old):
+                self.out.chmod(stat.S_IMODE(old) | (stat.S_IRWXU if is_folder else 0))
         if rename(self.out, self.target, EXCHANGE):
             return
         aside = self.path / "old" / self.target.name

@@ -136,6 +136,17 @@ def test_folders_in_place(name, tmp_path):
     assert document("diff", folder, ckpt(name), *config(name))["equal"]
 
 
+def test_in_place_lets_nobody_in_who_was_kept_out(tmp_path):
+    folder = shutil.copytree(ckpt("torch/fsdp2_dp2_dcp"), tmp_path / "run", ignore=shutil.ignore_patterns("truth"))
+    folder.chmod(0o700)
+    good("strip", folder, "--in-place", "--yes")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    file = torch_save(tmp_path / "x.pt", {"model": {"a": arange(2, 2)}, "step": 3})
+    file.chmod(0o600)
+    good("strip", file, "--in-place", "--yes")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
 def test_in_place_loses_no_file_of_another(tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(ckpt("torch/fsdp2_dp2_dcp"), folder)
