@@ -120,6 +120,13 @@ VOCAB_DIVISOR = Annotated[
         help="megatron: rows of the vocabulary become a multiple of it times tp. The source's, else 128.",
     ),
 ]
+KEEP_PADDING_ROWS = Annotated[
+    bool,
+    typer.Option(
+        "--keep-padding-rows",
+        help="megatron: where the padded vocabulary's size changes, keep trained padding rows that fit. Else zeros.",
+    ),
+]
 LAYER_SPEC = Annotated[
     str | None,
     typer.Option(

@@ -26,6 +26,7 @@ def add(app: typer.Typer) -> None:
         megatron_format: options.MEGATRON_FORMAT = None,
         optimizer: options.OPTIMIZER = None,
         vocab_divisor: options.VOCAB_DIVISOR = None,
+        keep_padding_rows: options.KEEP_PADDING_ROWS = False,
         layer_spec: options.LAYER_SPEC = None,
         like: options.LIKE = None,
         max_shard_size: Annotated[
@@ -83,6 +84,7 @@ def add(app: typer.Typer) -> None:
                 megatron_format=megatron_format,
                 optimizer=optimizer,
                 vocab_divisor=vocab_divisor,
+                keep_padding_rows=keep_padding_rows,
                 layer_spec=layer_spec,
                 like=like,
             )

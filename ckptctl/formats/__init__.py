@@ -66,7 +66,8 @@ FORMATS = ("deepspeed", "megatron", "foreign", "trainer", "accelerate", "lightni
 """
 
 MEGATRON_FLAGS = frozenset(
-    {"dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "layer_spec", "like"}
+    {"dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "keep_padding_rows"}
+    | {"layer_spec", "like"}
 )
 
 TARGETS: dict[str, Target] = {

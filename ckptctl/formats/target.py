@@ -143,6 +143,7 @@ class Choices:
     optimizer: str | None = None
     """plain or distributed; None: the source's, else by dp."""
     vocab_divisor: int | None = None
+    keep_padding_rows: bool = False
     layer_spec: str | None = None
     like: Any = None
     """The run that the result is for, as the target's format reads it; None where none was given."""

@@ -46,6 +46,7 @@ class Conversion:
     megatron_format: str | None = None
     optimizer: str | None = None
     vocab_divisor: int | None = None
+    keep_padding_rows: bool = False
     layer_spec: str | None = None
     like: Path | str | None = None
     """A checkpoint, or a file of arguments, of the run that the result is for."""
@@ -57,7 +58,8 @@ class Conversion:
 
 
 LAYOUT_FLAGS = (
-    "dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "layer_spec", "like", "index_keys",
+    "dp", "tp", "pp", "vpp", "ep", "megatron_format", "optimizer", "vocab_divisor", "keep_padding_rows",
+    "layer_spec", "like", "index_keys",
     "bare", "names", "module_prefix", "zero_stage", "universal",
 )  # fmt: skip
 """Fields of Conversion that are not for every target. max_shard_size has a default: it never contradicts."""

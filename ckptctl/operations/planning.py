@@ -60,6 +60,7 @@ def choices_of(wanted: Conversion, like: Any, reading: Reading | None) -> Choice
         megatron_format=wanted.megatron_format,
         optimizer=wanted.optimizer,
         vocab_divisor=wanted.vocab_divisor,
+        keep_padding_rows=wanted.keep_padding_rows,
         layer_spec=wanted.layer_spec,
         like=like,
         **order_of(like, given_order(reading.param_order) if reading else ()),

@@ -54,9 +54,9 @@ def reshard(
             where=source.root,
             fix="`ckptctl convert` writes it in another format",
         )
-    asked = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "universal": universal or None}
+    asked = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "universal": universal}
     for name, value in {**asked, **flags, "max_shard_size": max_shard_size}.items():
-        if value is not None and name not in target.reshards:
+        if value is not None and value is not False and name not in target.reshards:
             flag = f"--{name.replace('_', '-')}"
             raise Usage(f"{flag} does not apply to {source.format}", fix=f"leave {flag} out")
     for name in sorted(target.reshards - target.flags):  # axes that the source may have, and that are not written

@@ -40,14 +40,15 @@ def lines_of(
     lines += _model_lines(target.content.source.facts.config)
     if runargs.is_old_grouped(runargs.source_args(target.content.source)):
         lines.append(Line("experts", "written", "a matrix each: GroupedMLP's single matrices are not written"))
-    have = next((t.shape[0] for k, t in target.padding.items() if k.kind == "weight"), 0)
+    have = next((t.shape[0] for k, t in target.content.source.padding.items() if k.kind == "weight"), 0)
     rows = f"{true} rows padded to {padded} (a multiple of {runargs.divisor(target.content.source, choices)} x tp)"
     if padded > true or have:
-        fate = "carried" if have == padded - true else "dropped" if have > padded - true else "filled"
-        kept = min(have, padded - true)
+        kept = min(have, padded - true) if target.padding else 0
+        fate = "carried" if have == padded - true else "dropped" if have > kept else "filled"
         detail = f"{rows}: {kept} as the source has them"
         if have > kept:
             detail += f", {have - kept} trained rows let go: the loss over the padded vocabulary changes"
+            detail += "" if target.padding or padded == true else " (--keep-padding-rows keeps those that fit)"
         if padded - true > kept:
             detail += f", {padded - true - kept} of zeros"
         lines.append(Line("vocabulary padding", fate, detail))

@@ -19,6 +19,7 @@ from ckptctl.formats.target import Choices, Content, Item, Line, Written
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckptctl.core.checkpoint import Checkpoint
     from ckptctl.core.dtype import DType
     from ckptctl.core.tensor import Tensor
     from ckptctl.core.values import Tree
@@ -253,11 +254,21 @@ def _decided(content: Content, choices: Choices, form: str) -> tuple[Target, lis
         spec == "te",
         distributed,
         groups,
-        dict(source.padding),
+        _padding(source, padded - true, choices),
         None if choices.like is None else choices.like.constants,
         random,
     )
     return target, [*lines, *told.lines_of(target, choices, form, true, padded, common(target))]
+
+
+def _padding(source: Checkpoint, room: int, choices: Choices) -> dict[Key, Tensor]:
+    """The source's rows of padding that the result takes over: all where as many are wanted, else none unless asked.
+
+    They count in the softmax of a vocabulary of their own size. In one of another size the rest is zeros, so that
+    what a result holds depends on its own size alone, whichever format and mesh it came by.
+    """
+    alike = all(t.shape[0] == room for t in source.padding.values())
+    return dict(source.padding) if alike or choices.keep_padding_rows else {}
 
 
 def _random(content: Content, facts: Facts, *, has_state: bool, step: int | None) -> str:

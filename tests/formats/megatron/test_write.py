@@ -96,16 +96,23 @@ def test_padding_rows_are_kept_where_the_padded_size_is_the_same(tmp_path):
     assert len(rows[0]) == 3
 
 
-def test_rows_that_pad_are_zeros_where_the_source_has_none(tmp_path):
+@pytest.mark.parametrize(
+    ("form", "more", "kept", "fate", "said"),
+    [
+        ("torch", (), 0, "dropped", ": 0 as the source has them, 13 trained rows let go"),
+        ("torch_dist", (), 0, "dropped", ": 0 as the source has them, 13 trained rows let go"),
+        ("torch", ("--keep-padding-rows",), 13, "filled", ": 13 as the source has them, 112 of zeros"),
+        ("torch_dist", ("--keep-padding-rows",), 13, "filled", ": 13 as the source has them, 112 of zeros"),
+    ],
+)
+def test_rows_that_pad_a_vocabulary_of_another_size(form, more, kept, fate, said, tmp_path):
     config = truth_config(TIED)
     out = tmp_path / "out"
-    words = ("--tp", "2", "--vocab-divisor", "128", "--model-config", config)
+    words = ("--tp", "2", "--vocab-divisor", "128", "--model-config", config, "--megatron-format", form, *more)
     done = document("reshard", ckpt(TIED), out, *words)
     line = next(x for x in done["fidelity"] if x["part"] == "vocabulary padding")
-    assert (line["fate"], line["detail"]) == (
-        "filled",
-        "131 rows padded to 256 (a multiple of 128 x tp): 13 as the source has them, 112 of zeros",
-    )
+    assert line["fate"] == fate
+    assert line["detail"].startswith(f"131 rows padded to 256 (a multiple of 128 x tp){said}")
     checkpoint = open_checkpoint(out, Reading(config))[0]
     key = Key("embedding.word_embeddings.weight", "weight", "padding")
     held = type(checkpoint)(
@@ -113,8 +120,8 @@ def test_rows_that_pad_are_zeros_where_the_source_has_none(tmp_path):
     )
     with TensorReader(held) as reader:
         rows = np.ascontiguousarray(reader.array(key)).view(np.uint8).reshape(125, -1)
-    assert rows[:13].any()
-    assert not rows[13:].any()
+    assert rows[:13].any() == bool(kept)
+    assert not rows[kept:].any()
 
 
 @pytest.mark.parametrize(
