@@ -248,11 +248,10 @@ def _one(
             tell = _telling(found, progress)
             check_values(found, one.checkpoint, budget, jobs, tell)
     if what.checksums or what.against is not None:
-        from ckptctl.operations.checks.sums import check_against, check_items, check_sums
+        from ckptctl.operations.checks.sums import check_against, check_checksums
 
         if what.checksums:
-            check_sums(found)
-            check_items(found)
+            check_checksums(found)
         if what.against is not None:
             check_against(found, what.against)
     return one

@@ -295,6 +295,12 @@ def test_a_list_of_checksums_beside_the_files_is_checked(tmp_path):
     assert [(f["kind"], f["where"]["file"]) for f in document["findings"]] == [("missing-file", "gone.bin")]
 
 
+def test_checksums_of_files_that_have_none_are_told(tmp_path):
+    shutil.copy(BROKEN / "ok-minimal.safetensors", tmp_path)
+    found = only(report(tmp_path, "--checksums", code=0), "reader-note")
+    assert (found["severity"], "--checksums compared nothing" in found["what"]) == ("info", True)
+
+
 def test_a_list_of_checksums_that_is_a_broken_link_is_a_finding(tmp_path):
     shutil.copy(BROKEN / "ok-minimal.safetensors", tmp_path)
     (tmp_path / "SHA256SUMS").symlink_to("gone")

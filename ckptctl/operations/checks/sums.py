@@ -150,8 +150,12 @@ def _crc(reader: FileBytes, start: int, nbytes: int) -> int:
     return crc
 
 
-def check_items(found: Found) -> None:
-    """CRC-32 of the items of DCP files, by the index beside them. Damage of these themselves is others' to tell."""
+def check_items(found: Found) -> int:
+    """CRC-32 of the items of DCP files, by the index beside them: how many have one.
+
+    Damage of the items themselves is others' to tell.
+    """
+    have = 0
     with ThreadPoolExecutor(2) as pool:
         for name in found.files:
             folder = (found.root / name).parent
@@ -164,14 +168,29 @@ def check_items(found: Found) -> None:
             for file, spans in items.items():
                 for span in spans if (folder / file).is_file() else []:
                     try:
-                        _has_right_sums(folder / file, *span, pool)
+                        have += _has_right_sums(folder / file, *span, pool)
                     except CkptError as err:
+                        have += 1
                         where = str(PurePosixPath(name).parent / file)
                         found.note("checksum-mismatch", err.what, file=where, tensor=span[0], why=err.why)
+    return have
 
 
-def check_sums(found: Found) -> None:
-    """SHA-256 that a list beside the files gives, that the Hub's cache keeps files under, or that downloads noted."""
+def check_checksums(found: Found) -> None:
+    """What is beside the files and what DCP items carry. A word where there is neither: nothing was compared then."""
+    listed, carried = check_sums(found), check_items(found)
+    has_list = any((found.root / n).is_symlink() or (found.root / n).exists() for n in _LISTS)  # what is wrong is said
+    if not listed and not carried and not has_list:
+        told = "nothing here has a checksum that is known: --checksums compared nothing"
+        why = "no list of SHA-256 sums is beside the files, no note of the Hub's, and no DCP item has a CRC-32"
+        found.note("reader-note", told, why=why, severity="info")
+
+
+def check_sums(found: Found) -> int:
+    """SHA-256 that a list beside the files gives, that the Hub's cache keeps files under, or that downloads noted.
+
+    How many files have one.
+    """
     wanted: dict[str, tuple[str, str]] = {}
     for name in found.files:
         path = found.root / name
@@ -192,6 +211,7 @@ def check_sums(found: Found) -> None:
                 wanted[name] = (lines[1].strip(), "what the Hub said when it was downloaded")
     for name, (digest, origin) in wanted.items():
         _check_sum(found, name, digest, origin)
+    return len(wanted)
 
 
 def _check_sum(found: Found, name: str, digest: str, origin: str) -> None:
