@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 FORMS = ("text", "json", "junit", "sarif", "github", "gitlab")
 """What --output takes; report.findings has a writer for each."""
 _LOOK = 4096
-_FIRST = (b"<!doctype html", b"\x89PNG", b"::", b"[]")
-_IN_HEAD = (b'"ckptctl.', b'name="ckptctl', b"sarif-2.1.0", b'"check_name": "CK')
+_FIRST = (b"::error file=", b"::warning file=", b"::notice file=")
+_EMPTY = b"[]"
+"""GitLab's report of nothing."""
+_PICTURE = b"\x89PNG"
+"""Holds nothing that says whose it is: only another picture takes its place."""
+_IN_HEAD = (b'"ckptctl.', b"<title>ckptctl ", b'name="ckptctl', b"sarif-2.1.0", b'"check_name": "CK')
 _IN_TAIL = b", level "
 """What the reports begin with or hold, of every form; the text's last line says the level."""
 
@@ -64,7 +68,9 @@ def require_replaceable(path: Path, word: str) -> None:
             tail = stream.read(_LOOK)
     except OSError:
         return  # writing it says why
-    if head and not any(mark in head for mark in _IN_HEAD) and not head.startswith(_FIRST) and _IN_TAIL not in tail:
+    first = (*_FIRST, _PICTURE) if word.startswith("png=") else _FIRST
+    is_ours = head.startswith(first) or any(mark in head for mark in _IN_HEAD) or _IN_TAIL in tail
+    if head and head.strip() != _EMPTY and not is_ours:
         why = "what it holds is not a report of ckptctl"
         raise Usage(f"--output {word}: the file is there", why=why, fix="give another file, or remove it first")
 

@@ -24,6 +24,17 @@ def test_a_report_is_not_written_over_a_checkpoint(command, form, tmp_path):
     assert mine.read_bytes() == GOOD.read_bytes()
 
 
+@pytest.mark.parametrize(
+    "mine", [b"[] # kept", b":: a note", b"\x89PNG\r\n\x1a\n", b"<!doctype html><title>mine</title>"]
+)
+def test_what_begins_like_a_report_and_is_none_stays(mine, tmp_path):
+    file = tmp_path / "mine"
+    file.write_bytes(mine)
+    for command in (["validate", GOOD, "--output", f"json={file}"], ["inspect", GOOD, "--output", f"html={file}"]):
+        assert refused(*command, code=2)["why"] == "what it holds is not a report of ckptctl"
+    assert file.read_bytes() == mine
+
+
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("path", [GOOD, FIXTURES / "broken" / "gap-at-start.safetensors"])
 def test_a_report_takes_the_place_of_any_other(path, first, tmp_path):
