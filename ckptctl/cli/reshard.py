@@ -62,7 +62,8 @@ def add(app: typer.Typer) -> None:
     ) -> int:
         """Change a checkpoint's layout and keep its format.
 
-        DCP over another number of ranks, Hugging Face in files of another size.
+        A DCP for other ranks, DeepSpeed for another ZeRO stage and other ranks, Megatron for another mesh,
+        Hugging Face in files of another size.
         """
         reading = options.reading(locals())
         running = operations.Running(dry_run, plan_out, overwrite, resume, jobs, memory, report_file, verify)
