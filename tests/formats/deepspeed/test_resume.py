@@ -133,17 +133,20 @@ def test_every_stage_goes_on_as_every_other(tmp_path):
     ]
     made = runs(jobs, tmp_path)
     assert not [m["error"] for m in made if "error" in m]
-    todo, places = [], []
+    todo, places, said = [], [], {}
     for source, targets in cells.items():
         for target in targets:
             path = tmp_path / f"{name_of(source)}-to-{target[0]}-dp{target[1]}"
             words = ["--universal"] if target[0] == "universal" else ["--zero-stage", target[0], "--dp", target[1]]
-            good("reshard", tmp_path / name_of(source), path, *words)
+            try:
+                good("reshard", tmp_path / name_of(source), path, *words)
+            except AssertionError as err:
+                said[f"{name_of(source)} to {target[0]} dp{target[1]}"] = {"wrong": [str(err)], "largest": None}
+                continue
             todo.append(going_on(source, target, path))
             places.append((source, target))
     results = runs(todo, tmp_path)
     was = dict(zip(cells, made, strict=True))
-    said = {}
     for (source, target), now in zip(places, results, strict=True):
         before = was[source]
         gaps = [abs(a - b) for a, b in zip(before["losses"], now.get("losses", ()), strict=False)]
