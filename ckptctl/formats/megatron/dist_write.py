@@ -45,10 +45,11 @@ def files(target: Target, choices: Choices) -> tuple[list[OutputFile], list[Line
     named += list(_random(target))
     folder = f"{target.folder}/"
     written = laid_out(named, target.content, replace(choices, tp=1, own_names=True), folder)
+    is_stacked = any(s.layers for s in stacks.values())
 
     def common_file() -> list[object]:
         made = TorchTree()
-        return made.segments(_common(target, made), root="common")  # type: ignore[return-value]
+        return made.segments(_common(target, made, is_stacked=is_stacked), root="common")  # type: ignore[return-value]
 
     text = json.dumps(METADATA)
     out = [
@@ -56,8 +57,7 @@ def files(target: Target, choices: Choices) -> tuple[list[OutputFile], list[Line
         OutputFile(f"{folder}common.pt", common_file),  # type: ignore[arg-type]
         OutputFile(f"{folder}metadata.json", lambda: [Put(text.encode())]),
     ]
-    alike = any(s.layers for s in stacks.values())
-    return out, [Line("keys", "written", "layers stacked under one key" if alike else "a key a layer: layers differ")]
+    return out, [Line("keys", "written", "layers stacked under one key" if is_stacked else "a key a layer")]
 
 
 def _kinds(target: Target) -> list[tuple[str, str]]:
@@ -252,8 +252,13 @@ def _random(target: Target) -> Iterator[Named]:
         yield Named(name, (name,), None, [states])
 
 
-def _common(target: Target, made: TorchTree) -> dict[str, Tree]:
-    """common.pt: all that is no tensor."""
+def _common(target: Target, made: TorchTree, *, is_stacked: bool) -> dict[str, Tree]:
+    """common.pt: all that is no tensor.
+
+    Keys of single layers are said in content_metadata, by which the loader makes its own, whatever the run's flags.
+    Source: core_v0.16.1, training/checkpointing.py, load_checkpoint; core/transformer/transformer_block.py,
+    sharded_state_dict (non_homogeneous_layers).
+    """
     facts, groups = target.facts, target.groups
     rest = common(target)
     root: dict[str, Tree] = {
@@ -262,6 +267,8 @@ def _common(target: Target, made: TorchTree) -> dict[str, Tree]:
         "iteration": rest["iteration"],
     }
     content: dict[str, Tree] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if not is_stacked:
+        content["non_homogeneous_layers"] = True
     if groups is not None:
         apart = facts.ep > 1
         parts = [_part(target, families, made) for families in groups.chained(apart=apart)]

@@ -234,3 +234,14 @@ def test_a_fused_adam_s_groups_have_torchs_settings_in_a_dcp(tmp_path):
     assert all(own <= set(g.options) for g in groups)
     assert {g.options["decoupled_weight_decay"] for g in groups} == {True}
     assert document("diff", ckpt(name), tmp_path / "out", "--optimizer", "--model-config", truth_config(name))["equal"]
+
+
+def test_the_loader_is_told_of_keys_of_single_layers(tmp_path):
+    """Real Megatron 0.16.1 makes its own keys by content_metadata, whatever the run's flags are."""
+    config = truth_config("megatron/dist_tp2pp2")
+    apart = tmp_path / "apart"
+    good("reshard", ckpt("megatron/dist_tp2pp2_layernames"), apart, "--tp", "1", "--model-config", config)
+    good("reshard", ckpt("megatron/dist_tp2pp2"), tmp_path / "stacked", "--tp", "1", "--model-config", config)
+    told = {p.name: open_checkpoint(p)[0].native["content_metadata"] for p in (apart, tmp_path / "stacked")}
+    assert told["apart"]["non_homogeneous_layers"] is True
+    assert "non_homogeneous_layers" not in told["stacked"]
