@@ -13,12 +13,13 @@ import numpy as np
 from ckptctl.core.checkpoint import MASTER
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import Key
+from ckptctl.formats.pickles.nodes import show
 from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
 
 if TYPE_CHECKING:
     from ckptctl.core.tensor import Tensor
     from ckptctl.execute import Budget
-    from ckptctl.formats.target import Content, Target
+    from ckptctl.formats.target import Content, Item, Target
 
 SAMPLE_NUMEL = 4096
 """Elements that are compared at the beginning, and at the end, of each parameter."""
@@ -119,29 +120,47 @@ def _require_rounded(content: Content, budget: Budget) -> None:
 
 
 def require_equal_steps(content: Content, budget: Budget) -> None:
-    """Unsupported where two parameters of a group count different steps: the target has one for both."""
+    """Unsupported where two parameters of a group count different steps: the target has one for both.
+
+    The same holds for any other state that is one number beside a parameter (NAdam's mu_product).
+    """
     if content.optimizer is None:
         return
+    items: dict[str, dict[str, Item]] = {}
+    shapes = {n: i.shape for n, i in content.weights.items()}
+    for (name, kind), item in content.states.items():
+        if kind == "step" or (item.shape in ((), (1,)) and item.shape != shapes.get(name, ())):
+            items.setdefault(name, {})[kind] = item
+    values: dict[str, dict[str, object]] = {}
+    for (name, kind), value in content.optimizer.scalars.items():
+        values.setdefault(name, {})[kind] = as_number(value)
     with TensorReader(content.source, budget.memory_nbytes // 4) as reader:
         for number, group in enumerate(content.optimizer.groups):
-            first: tuple[str, object] | None = None
+            first: dict[str, tuple[str, object]] = {}
             for name in group.params:
-                item = content.states.get((name, "step"))
-                if item is not None:
-                    step: object = scalar(reader, item.key)
-                elif (name, "step") in content.optimizer.scalars:
-                    step = as_number(content.optimizer.scalars[name, "step"])
-                else:
-                    continue
-                first = first or (name, step)
-                if step != first[1]:
-                    raise Unsupported(
-                        f"param group {number} has parameters at different steps",
-                        where=content.source.root,
-                        why=f"{first[0]} is at {first[1]}, {name} at {step}: the target has one step a group",
-                        fix="--no-optimizer lets the state go",
-                        code="steps-differ",
-                    )
+                own = {kind: scalar(reader, item.key) for kind, item in items.get(name, {}).items()}
+                for kind, value in {**values.get(name, {}), **own}.items():
+                    known, other = first.setdefault(kind, (name, value))
+                    if value != other and repr(value) != repr(other):  # a NaN is one value, too
+                        raise _unlike(content, number, kind, (known, other), (name, value))
+
+
+def _unlike(
+    content: Content, number: int, kind: str, first: tuple[str, object], other: tuple[str, object]
+) -> Unsupported:
+    is_step = kind == "step"
+    a, b = (show(v) for _, v in (first, other))
+    return Unsupported(
+        f"param group {number} has parameters at different steps"
+        if is_step
+        else f"param group {number} has parameters of different {kind}",
+        where=content.source.root,
+        why=f"{first[0]} is at {a}, {other[0]} at {b}: the target has one step a group"
+        if is_step
+        else f"it is {a} of {first[0]}, {b} of {other[0]}: the target has one a group",
+        fix="--no-optimizer lets the state go",
+        code="steps-differ" if is_step else "unsupported",
+    )
 
 
 def count_of_updates(content: Content, budget: Budget, *, required: bool = True) -> int | None:

@@ -279,7 +279,7 @@ def _open(one: _Checked, path: Path, reading: Reading | None) -> None:
         raise
     except CkptError as err:
         if not _told(found, err):
-            found.error(err)
+            found.error(err, severity="error")  # no reader goes on from it, whatever the rule makes of it elsewhere
 
 
 def _headers_only(one: _Checked, path: Path, reading: Reading | None, alone: bool) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptctl.core.errors import MissingFile
+from ckptctl.core.errors import Damaged, MissingFile
 from ckptctl.core.tensor import Key
 from ckptctl.core.values import TensorRef
 from ckptctl.formats.deepspeed import whole
+from ckptctl.formats.deepspeed.folder import first_lost
 from ckptctl.formats.torchtensor import tensor_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from ckptctl.formats.deepspeed.build import Build
     from ckptctl.formats.deepspeed.layout import Shape
     from ckptctl.formats.deepspeed.modelfile import ModelFile
@@ -51,8 +54,11 @@ def _expert_shapes(build: Build) -> dict[tuple[int, int, int], dict[str, Shape]]
     return out
 
 
-def weights(build: Build) -> None:
-    """Experts' weights, a file each, under their global numbers. MissingFile where one lacks."""
+def weights(build: Build, counts: Sequence[int] = ()) -> None:
+    """Experts' weights, a file each, under their global numbers. MissingFile where one lacks.
+
+    counts are the numbers of experts of each MoE layer, by the model-states file; () where it does not say.
+    """
     seen: dict[int, set[int]] = {}
     for (layer, expert, _), path in sorted(build.files.experts.items()):
         seen.setdefault(layer, set()).add(expert)
@@ -60,15 +66,42 @@ def weights(build: Build) -> None:
             for name, ref in opened.mapping(opened.root, "the expert's file").items():
                 if isinstance(ref, TensorRef):
                     build.put(tensor_of(Key(str(name)), ref, opened.number))
+    _require_every(build, seen, counts)
     if not seen:
         return
-    most = max(max(s) for s in seen.values()) + 1
-    for layer, experts in seen.items():
-        lost = sorted(set(range(max(experts) + 1)) - experts)
-        if lost:
-            raise MissingFile(
-                f"the file of expert {lost[0]} of MoE layer {layer} is not there",
-                where=str(build.files.root / build.files.tag),
-                fix=f"copy layer_{layer}_expert_{lost[0]}_mp_rank_00_model_states.pt",
-            )
+    most = max(map(len, seen.values()))
     build.about["experts"] = {"layers": len(seen), "experts": most}
+
+
+def _require_every(build: Build, seen: Mapping[int, set[int]], counts: Sequence[int]) -> None:
+    """MissingFile where an expert of a layer has no file, Damaged where there are more than the run had.
+
+    Layers are those of counts, if there are any, else those that have files; so are the experts of each.
+    """
+    for layer in range(len(counts)) if counts else sorted(seen):
+        experts = seen.get(layer, set())
+        count = counts[layer] if counts else max(experts) + 1
+        lost = first_lost(experts)
+        if lost < count:
+            raise MissingFile(
+                f"the file of expert {lost} of MoE layer {layer} is not there",
+                where=str(build.files.root / build.files.tag),
+                why=f"the layer has {count} experts, by {'num_experts' if counts else 'the other files'}",
+                fix=f"copy layer_{layer}_expert_{lost}_mp_rank_00_model_states.pt",
+            )
+        more = next((e for e in sorted(experts) if e >= count), None)
+        if more is not None:
+            raise _strange(build, f"expert {more} of MoE layer {layer}", f"num_experts is {count}")
+    strange = next((n for n in sorted(seen) if counts and n >= len(counts)), None)
+    if strange is not None:
+        raise _strange(build, f"MoE layer {strange}", f"num_experts lists {len(counts)} layers")
+
+
+def _strange(build: Build, what: str, why: str) -> Damaged:
+    return Damaged(
+        f"there is a file of {what}, which the run did not have",
+        where=str(build.files.root / build.files.tag),
+        why=why,
+        fix="move files of another save away",
+        code="mixed-saves",
+    )

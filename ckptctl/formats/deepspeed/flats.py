@@ -83,7 +83,9 @@ def state(run: Run, made: TorchTree, number: int, team: Team) -> dict[str, Tree]
 
 def singles(run: Run, made: TorchTree, name: str) -> dict[str, Tree]:
     """A parameter's single values besides its step."""
-    return {kind: made.value(value) for kind, value in run.singles.get(name, {}).items()}
+    own = run.states.get(name, {})
+    values = {kind: made.value(value) for kind, value in run.singles.get(name, {}).items()}
+    return values | {kind: made.tensor(own[kind]) for kind in own if kind in run.lone}
 
 
 def step(run: Run, made: TorchTree, name: str) -> Tree:
@@ -100,9 +102,9 @@ def scaling(run: Run, *, required: bool = False) -> dict[str, Tree]:
     Source: DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py; runtime/zero/stage_1_and_2.py, _load_global_state;
     runtime/zero/stage3.py, _rigid_load_state_dict.
     """
-    own = run.own.get("loss_scaler")
-    known = "cur_scale" in run.own  # by a wrapper of stage 0
-    dynamic = bool(run.own.get("dynamic_loss_scale", False))
+    own = None if run.is_recast else run.own.get("loss_scaler")
+    known = "cur_scale" in run.own and not run.is_recast  # by a wrapper of stage 0
+    dynamic = not run.is_recast and bool(run.own.get("dynamic_loss_scale", False))
     if isinstance(own, dict) and str(own.get("class", "")).startswith(_LOSS):
         name, inner = str(own["class"]).rpartition(".")[2], {k: v for k, v in own.items() if k != "class"}
     elif (known and dynamic) or (not known and run.dtype == "float16"):
@@ -110,7 +112,7 @@ def scaling(run: Run, *, required: bool = False) -> dict[str, Tree]:
             return {}
         name, inner, dynamic = "DynamicLossScaler", _dynamic(run), True
     else:
-        name, inner = "LossScaler", {"cur_scale": float(run.own.get("cur_scale", 1.0)), "dynamic": False}
+        name, inner = "LossScaler", {"cur_scale": float(run.own["cur_scale"]) if known else 1.0, "dynamic": False}
     return {
         "loss_scaler": Record(Global(_LOSS, name), (), "newobj", state=inner, has_state=True),
         "dynamic_loss_scale": dynamic,
@@ -124,7 +126,7 @@ def _dynamic(run: Run) -> dict[str, Tree]:
     Source: DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py, DynamicLossScaler; runtime/fp16/unfused_optimizer.py,
     state_dict; runtime/precision_config.py, DeepSpeedFP16Config.
     """
-    section, counted = run.config.get("fp16"), run.own
+    section, counted = run.config.get("fp16"), {} if run.is_recast else run.own
 
     def said(name: str, default: int) -> int:
         value = section.get(name) if isinstance(section, dict) else None

@@ -10,6 +10,7 @@ from ckptctl.core.errors import Damaged, MissingFile, Unrecognised, Unsafe
 from ckptctl.formats.bytesource import read_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
 TRACKERS = ("latest", "latest_universal")
@@ -20,6 +21,13 @@ _SHARD_MODEL = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_mod
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(-?\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_RANKED = {
+    "model-states file": _MODEL,
+    "stage 3 model-states file": _SHARD_MODEL,
+    "optimizer's file": _OPTIM,
+    "expert rank's file": _EXPERT_OPTIM,
+    "expert's file": _EXPERT,
+}
 _LAYER = re.compile(r"layer_(\d+)-(?:(.+)-)?model_states\.pt")
 
 
@@ -76,6 +84,20 @@ def find(path: Path) -> Files | None:
         others = _others(path)
         if others or (tracker == "latest_universal" and tag) or tag.startswith("global_step"):
             raise _misled(path / tracker, tag, others)
+    return None
+
+
+def first_lost(numbers: Collection[int]) -> int:
+    """The first number, from 0, that is not among them: whatever large ones a file's name may have."""
+    return next(n for n in range(len(numbers) + 1) if n not in numbers)
+
+
+def rank_of(name: str) -> tuple[str, tuple[int, ...]] | None:
+    """Which kind of file a name is, and whose: its numbers. None for other names, and for those of layers."""
+    for kind, pattern in _RANKED.items():
+        m = pattern.fullmatch(name)
+        if m is not None:
+            return kind, tuple(int(n or 0) for n in m.groups())
     return None
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ckptctl.formats.deepspeed.layout import Shape
     from ckptctl.formats.deepspeed.opened import Opened
 
+OWN = "deepspeed"
+"""Where settings are among the values. A caller's client state may have the name too: it is then one of them."""
 SETTINGS = ("ds_config", "ds_version")
 OPTIONAL = ("lr_scheduler", "data_sampler", "random_ltd")
 _STRUCTURE = frozenset(
@@ -158,6 +160,8 @@ def _values(file: Opened, root: Mapping[Tree, Tree]) -> dict[str, Tree]:
             continue
         out[name] = file.value(name, tree)
     settings = {name: file.value(name, root[name]) for name in SETTINGS if root.get(name) is not None}
+    if OWN in out:
+        settings[OWN] = out.pop(OWN)
     if settings:
-        out["deepspeed"] = settings
+        out[OWN] = settings
     return out

@@ -14,6 +14,7 @@ from ckptctl.core.errors import Damaged, MissingFile
 from ckptctl.core.tensor import Key, Source, Tensor, dense_strides
 from ckptctl.core.values import Array, Record, TensorRef, Tree
 from ckptctl.formats.bytesource import FileBytes
+from ckptctl.formats.deepspeed.folder import rank_of
 from ckptctl.formats.deepspeed.layout import Flat
 from ckptctl.formats.torchfile.read import open_torch
 from ckptctl.formats.torchtensor import read_array, tensor_of, value_of
@@ -27,17 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Opened:
-    """One file: path from the root, its number among the sources, and its tree. Its reader closes with the context.
-
-    saved_as is the name inside the archive: the file's own when torch saved it, without its ending, or "archive".
-    """
+    """One file: path from the root, its number among the sources, and its tree. Its reader closes with the context."""
 
     path: str
     number: int
     root: Tree
     reader: FileBytes
     pile: Pile
-    saved_as: str = ""
 
     def tensor(self, key: Key, ref: TensorRef) -> Tensor:
         """A tensor of it."""
@@ -95,8 +92,27 @@ class Pile:
                 self.unsafe += [UnsafeGlobal(path, str(f.name), f.why) for f in opened.unsafe]
                 self.unknown.update(dict.fromkeys(str(f.name) for f in opened.unknown))
                 self.unsupported += [(f"{path}: {where}", why) for where, why in opened.unsupported]
-            saved_as = opened.directory.root if opened.directory is not None else ""
-            yield Opened(path, number, opened.root, reader, self, saved_as)
+            if opened.directory is not None:
+                _require_own_name(path, opened.directory.root)
+            yield Opened(path, number, opened.root, reader, self)
+
+
+def _require_own_name(path: str, saved_as: str) -> None:
+    """Damaged where an archive was saved under another rank's name: often nothing else in it says whose it is.
+
+    Source: torch.save names the archive's folder after the file. What says no rank ("archive") tells nothing.
+    """
+    here, saved = rank_of(path.rpartition("/")[2]), rank_of(f"{saved_as}.pt")
+    if here is None or saved is None or here[0] != saved[0] or here == saved:
+        return
+    mine, other = next((a, b) for a, b in zip(here[1], saved[1], strict=True) if a != b)
+    raise Damaged(
+        f"the {here[0]} of rank {mine} holds the piece of rank {other}",
+        where=path,
+        why=f"it was saved as {saved_as}.pt, by the name inside the archive",
+        fix="give the files back their ranks' names, or copy the step again",
+        code="mixed-saves",
+    )
 
 
 def whole_number(value: Tree) -> int | None:

@@ -6,6 +6,7 @@ Headers and pickles only. docs/formats/deepspeed.md says which files there are.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Damaged, MissingFile, Unrecognised
@@ -13,7 +14,7 @@ from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.deepspeed import experts, universal, whole, zero
 from ckptctl.formats.deepspeed.beside import read_beside
 from ckptctl.formats.deepspeed.build import Build, is_placeholder
-from ckptctl.formats.deepspeed.folder import find
+from ckptctl.formats.deepspeed.folder import find, first_lost
 from ckptctl.formats.deepspeed.modelfile import ModelFile, read_model
 from ckptctl.formats.deepspeed.opened import Pile
 from ckptctl.formats.deepspeed.pipeline import read_layers, renamed
@@ -21,6 +22,7 @@ from ckptctl.formats.deepspeed.shards import Shard, read_shard
 from ckptctl.formats.deepspeed.slices import joined_slices
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from ckptctl.core.checkpoint import Checkpoint
@@ -70,7 +72,7 @@ def _say_step(build: Build) -> None:
 
 
 def _regular(build: Build, hints: Hints) -> None:
-    files = build.files
+    files = build.files = _one_stage(build)
     is_three = not files.models and bool(files.shard_models)
     numbers = sorted({*files.models, *(mp for _, mp in (*files.shard_models, *files.optims))})
     models = {mp: _model(build, mp) for mp in _every_model_rank(files, numbers)}
@@ -83,11 +85,12 @@ def _regular(build: Build, hints: Hints) -> None:
     natives: dict[int, zero.Native] = {}
     for mp, model in models.items():
         natives[mp] = _native(build, model, mp, hints)
+    _require_one_step(models, natives)
     if sliced:
         natives = joined_slices(build, models, natives, tp)
     for native in natives.values():
         build.take(native)
-    experts.weights(build)
+    experts.weights(build, first.experts)
     if not sliced:
         for model in models.values():
             build.weights(model)
@@ -100,6 +103,37 @@ def _regular(build: Build, hints: Hints) -> None:
         build.derive(model)
     _describe(build, first, is_three, natives)
     build.layout |= {"tp": tp, "pp": pp, "ep": max(n.ep for n in natives.values())}
+
+
+def _one_stage(build: Build) -> Files:
+    """The files, of which model-states files of another stage, left over from another save, are set aside."""
+    files = build.files
+    if not (files.models and files.shard_models):
+        return files
+    is_three = False
+    for path in list(files.optims.values())[:1]:
+        with build.pile.open(path) as opened:
+            tree = opened.mapping(opened.root, "the optimizer-states file").get("optimizer_state_dict")
+            is_three = isinstance(tree, dict) and "fp32_flat_groups" in tree
+    stale = next(iter(files.models.values() if is_three else files.shard_models.values()))
+    build.warnings.append(f"{stale} is of another ZeRO stage than the optimizer's files, left over from another save")
+    return replace(files, models={}) if is_three else replace(files, shard_models={})
+
+
+def _require_one_step(models: Mapping[int, ModelFile], natives: Mapping[int, zero.Native]) -> None:
+    """Damaged where two model-parallel ranks' optimizers are at different steps: all of them step together."""
+    first: dict[tuple[int, str], tuple[str, object]] = {}
+    for mp, native in natives.items():
+        for place, value in native.said.items():
+            path, other = first.setdefault(place, (models[mp].path, value))
+            if place[1] == "step" and value != other:
+                raise Damaged(
+                    f"model-parallel ranks' optimizers are at different steps in group {place[0]}",
+                    where=f"{path}, {models[mp].path}",
+                    why="the optimizer's files beside them are of different saves",
+                    fix="copy the step again, from one save",
+                    code="mixed-saves",
+                )
 
 
 def _model(build: Build, mp: int) -> ModelFile:
@@ -125,10 +159,10 @@ def _every_model_rank(files: Files, numbers: list[int]) -> list[int]:
         raise MissingFile(
             "the pipeline has layers, and no mp_rank_*_model_states.pt", where=str(files.root / files.tag)
         )
-    lost = sorted(set(range(max(numbers, default=0) + 1)) - set(numbers))
-    if lost:
+    lost = first_lost(numbers)
+    if lost < max(numbers, default=0) + 1:
         raise MissingFile(
-            f"the files of model-parallel rank {lost[0]} of {max(numbers) + 1} are not there",
+            f"the files of model-parallel rank {lost} of {max(numbers, default=0) + 1} are not there",
             where=str(files.root / files.tag),
             why=f"there are files of ranks {', '.join(map(str, numbers[:8])) or 'none'}",
             fix="copy the files of every rank",
@@ -214,6 +248,7 @@ def _partitioned(build: Build, model: ModelFile, optims: dict[int, str], mp: int
             code="world-size",
         )
     shards += [_shard(build, optims, d, count, mp) for d in range(1, count)]
+    _require_one_prefix([s.path for s in shards])
     stale = [p for d, p in sorted(optims.items()) if d >= dp]
     if stale:
         build.warnings.append(
@@ -235,6 +270,20 @@ def _partitioned(build: Build, model: ModelFile, optims: dict[int, str], mp: int
         raise Damaged("the model-states file has no module", where=model.path, code="zero-layout")
     data_first = bool(model.config.get("use_data_before_expert_parallelism"))
     return zero.of_shards(model, shards, data_first=data_first)
+
+
+def _require_one_prefix(paths: list[str]) -> None:
+    """Damaged where some ranks' files have the prefix of a run in bfloat16, and others not: they are of two runs."""
+    first = paths[0].rpartition("/")[2].startswith("zero_")
+    odd = next((p for p in paths if p.rpartition("/")[2].startswith("zero_") is not first), None)
+    if odd is not None:
+        raise Damaged(
+            "two ranks' files are of runs in different types, by their names",
+            where=f"{paths[0]}, {odd}",
+            why="all files of a run in bfloat16 begin with bf16_, and no others",
+            fix="copy the step again, from one save",
+            code="mixed-saves",
+        )
 
 
 def _say_missing(build: Build, mp: int, count: int) -> None:

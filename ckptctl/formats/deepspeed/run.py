@@ -28,6 +28,8 @@ VERSION = "0.19.8"
 """What files say wrote them where the source does not: the version whose files are the test."""
 SUB_GROUP_SIZE = 1_000_000_000
 """zero_optimization.sub_group_size where the source's configuration has none. Source: DeepSpeed 0.19.8, config.py."""
+ONE = ((), (1,))
+"""Shapes of a tensor of one number that belongs to no element."""
 WIDENED = ("float32", "bfloat16", "float16")
 """Types of which a float32 master is made, which is exact."""
 _SECTION = {"bfloat16": "bf16", "float16": "fp16"}
@@ -37,7 +39,8 @@ _SECTION = {"bfloat16": "bf16", "float16": "fp16"}
 class Run:
     """A run that could have written the target.
 
-    kinds are the states of each group; experts the number of experts of each MoE layer, by what stands before them.
+    kinds are the states of each group; lone those that are one number of each parameter, as a step is; experts the
+    number of experts of each MoE layer, by what stands before them.
     """
 
     content: Content
@@ -47,6 +50,7 @@ class Run:
     groups: Sequence[Group]
     masters: Mapping[str, Item]
     states: Mapping[str, Mapping[str, Item]]
+    lone: frozenset[str]
     kinds: Sequence[Sequence[str]]
     experts: Mapping[str, int]
     frozen: Sequence[str]
@@ -62,6 +66,8 @@ class Run:
     """Parameters without elements, which no partitioned optimizer has.
 
     Source: DeepSpeed 0.19.8, runtime/engine.py, _get_zero_frozen_param_attributes (is_optimized_parameter)."""
+    is_recast: bool = False
+    """Whether the run is to compute in another type than the source's: what that had for its own type goes."""
 
     @property
     def has_shards(self) -> bool:
@@ -98,6 +104,11 @@ class Run:
         """What is no tensor in a parameter's state, by (name, kind)."""
         return self.content.optimizer.scalars if self.content.optimizer else {}
 
+    @property
+    def single(self) -> frozenset[str]:
+        """States that are one number of each parameter, and not its elements'."""
+        return self.lone | {"step"}
+
     @cached_property
     def singles(self) -> Mapping[str, Mapping[str, Tree]]:
         """The scalars of each parameter, by kind, without its step."""
@@ -110,7 +121,10 @@ class Run:
     @property
     def casts(self) -> frozenset[tuple[str, str]]:
         """Casts to float32 that masters and moments need."""
-        every = [*self.masters.values(), *(i for s in self.states.values() for k, i in s.items() if k != "step")]
+        every = [
+            *self.masters.values(),
+            *(i for s in self.states.values() for k, i in s.items() if k not in self.single),
+        ]
         return frozenset((i.tensor.held.name, F32.name) for i in every if i.tensor.held.name != F32.name)
 
     def numel(self, name: str) -> int:
@@ -181,12 +195,14 @@ def run_of(content: Content, choices: Choices) -> Run:
             else "--no-optimizer lets the state go",
             code="param-order",
         )
-    states = {n: s for n, s in _states(content).items() if n not in empty}
+    lone = _lone(content)
+    states = {n: s for n, s in _states(content, lone).items() if n not in empty}
     if not stage and states:
         content = replace(content, weights=in_order(content, groups, choices.param_order))
     own = content.values.get("deepspeed")
     own = own if isinstance(own, dict) else {}
     dtype = next((weights[n].dtype.name for n in candidates), F32.name)
+    is_recast = any(weights[n].tensor.dtype.name != dtype for n in candidates[:1])
     return Run(
         content,
         choices.dp,
@@ -195,16 +211,18 @@ def run_of(content: Content, choices: Choices) -> Run:
         groups,
         {name: _master(content, name) for name in listed},
         states,
-        [_kinds(g.params, states) for g in groups],
+        lone,
+        [_kinds(g.params, states, lone | {"step"}) for g in groups],
         experts,
         [n for n in candidates if n not in listed],
         buffers,
         dtype,
         own,
-        _config(own, stage, dtype),
+        _config(own, stage, dtype, is_recast=is_recast),
         whose,
         choices.updates,
         empty,
+        is_recast,
     )
 
 
@@ -236,26 +254,34 @@ def _master(content: Content, name: str) -> Item:
     return Item(base.key, base.tensor, F32)
 
 
-def _states(content: Content) -> dict[str, dict[str, Item]]:
-    """States by name and kind, less masters and those of aliases. Steps keep their type, others are float32."""
+def _lone(content: Content) -> frozenset[str]:
+    """States that are one number of every parameter, whatever shapes these have: NAdam's mu_product."""
+    weights = content.weights
+    odd = {k for (n, k), i in content.states.items() if i.shape in ONE and n in weights and weights[n].shape != i.shape}
+    return frozenset(odd - {"step"} - {k for (_, k), i in content.states.items() if i.shape not in ONE})
+
+
+def _states(content: Content, lone: frozenset[str]) -> dict[str, dict[str, Item]]:
+    """States by name and kind, less masters and those of aliases. Single numbers keep their type; others: float32."""
     out: dict[str, dict[str, Item]] = {}
     for (name, kind), item in content.states.items():
         if kind == MASTER or name in content.ties:
             continue
-        if kind != "step" and item.shape != content.weights[name].shape:
+        is_single = kind == "step" or kind in lone
+        if not is_single and item.shape != content.weights[name].shape:
             raise Unsupported(
                 f"{kind} of {name} has shape {item.shape}: DeepSpeed's flat tensors hold states of the "
                 "parameter's own shape",
                 where=content.source.root,
                 fix="--no-optimizer lets the state go",
             )
-        out.setdefault(name, {})[kind] = item if kind == "step" else Item(item.key, item.tensor, F32)
+        out.setdefault(name, {})[kind] = item if is_single else Item(item.key, item.tensor, F32)
     return out
 
 
-def _kinds(names: Sequence[str], states: Mapping[str, Mapping[str, Item]]) -> list[str]:
+def _kinds(names: Sequence[str], states: Mapping[str, Mapping[str, Item]], single: frozenset[str]) -> list[str]:
     """The states of a group: every parameter must have the same."""
-    kinds = list(dict.fromkeys(k for n in names for k in states.get(n, {}) if k != "step"))
+    kinds = list(dict.fromkeys(k for n in names for k in states.get(n, {}) if k not in single))
     for kind in kinds:
         without = next((n for n in names if kind not in states.get(n, {})), None)
         if without is not None:
@@ -267,12 +293,17 @@ def _kinds(names: Sequence[str], states: Mapping[str, Mapping[str, Item]]) -> li
     return kinds
 
 
-def _config(own: Mapping[str, Any], stage: int, dtype: str) -> dict[str, Any]:
+def _config(own: Mapping[str, Any], stage: int, dtype: str, *, is_recast: bool) -> dict[str, Any]:
     """The run's configuration, with the target's stage and type."""
-    config = dict(own.get("ds_config") or {})
+    said = own.get("ds_config")
+    config: dict[str, Any] = {**said} if isinstance(said, dict) else {}
     zero = config["zero_optimization"] = {**zero_section(config), "stage": stage}
     if zero.get(ROUND_ROBIN):
         zero[ROUND_ROBIN] = False  # flat groups are written in the optimizer's own order
+    for section in ("bf16", "bfloat16", "fp16") if is_recast else ():
+        if section in config:
+            part = config[section]
+            config[section] = {**(part if isinstance(part, dict) else {}), "enabled": section == _SECTION.get(dtype)}
     if dtype in _SECTION:
         config.setdefault(_SECTION[dtype], {"enabled": True})
     return config

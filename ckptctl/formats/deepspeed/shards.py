@@ -6,7 +6,6 @@ runtime/bf16_optimizer.py, state_dict.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,9 +36,6 @@ _PARTS = frozenset(
         "ds_zero_partition_groups",
     }
 )
-
-
-_RANKS = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states")
 
 
 @dataclass
@@ -94,8 +90,6 @@ def read_shard(file: Opened) -> Shard:
             fix="DeepSpeed itself refuses such files since; load it with the version that wrote it",
         )
     is_three = "fp32_flat_groups" in tree
-    if is_three:
-        _require_own_name(file)
     stage = 3 if is_three else whole_number(tree.get("zero_stage"))
     base = tree.get("optimizer_state_dict" if is_three else "base_optimizer_state")
     flats = tree.get("fp32_flat_groups" if is_three else "single_partition_of_fp32_groups")
@@ -105,14 +99,16 @@ def read_shard(file: Opened) -> Shard:
         )
     masters = [file.flat(f, f"the float32 weights of group {i}") for i, f in enumerate(flats)]
     elastic = isinstance(base, (list, tuple))
+    # But in elastic form, moments of stages 1 and 2 have two elements at least, of which one may be padding.
+    held = [flat.numel if is_three or elastic else 2 for flat, _ in masters]
     if isinstance(base, (list, tuple)):
-        states = [_states(file, s, i) for i, s in enumerate(base)]
+        states = [_states(file, s, i, held[i] if i < len(held) else 0) for i, s in enumerate(base)]
         groups: list[dict[str, Tree]] = []
         members: list[list[int]] = []
     else:
         inner = file.mapping(base, "the optimizer's state")
         by_id = file.mapping(inner.get("state", {}), "state")
-        states = [_states(file, by_id.get(i, {}), i) for i in range(len(masters))]
+        states = [_states(file, by_id.get(i, {}), i, held[i]) for i in range(len(masters))]
         groups, members = _groups(file, inner.get("param_groups"))
         lost = [i for i in by_id if not (type(i) is int and 0 <= i < len(masters))]
         if lost:
@@ -148,23 +144,6 @@ def read_shard(file: Opened) -> Shard:
     )
 
 
-def _require_own_name(file: Opened) -> None:
-    """Damaged where the archive was saved under another rank's name: at stage 3 nothing else in it says whose it is.
-
-    Source: torch.save names the archive's folder after the file. What says no rank ("archive") tells nothing.
-    """
-    here, saved = _RANKS.search(file.path), _RANKS.search(file.saved_as)
-    if here is None or saved is None or [int(g) for g in here.groups()] == [int(g) for g in saved.groups()]:
-        return
-    raise Damaged(
-        f"the optimizer's file of rank {int(here[1])} holds the piece of rank {int(saved[1])}",
-        where=file.path,
-        why=f"it was saved as {file.saved_as}.pt, by the name inside the archive",
-        fix="give the files back their ranks' names, or copy the step again",
-        code="mixed-saves",
-    )
-
-
 def _slices(tree: Tree) -> dict[str, int]:
     """Elements by parameter; {} for what is no slice mapping."""
     out = {}
@@ -180,10 +159,16 @@ def _listed(tree: Tree) -> list[Tree]:
     return list(tree) if isinstance(tree, (list, tuple)) else []
 
 
-def _states(file: Opened, tree: Tree, group: int) -> dict[str, State]:
+def _states(file: Opened, tree: Tree, group: int, held: int) -> dict[str, State]:
+    """A flat group's state by kind.
+
+    held are the elements of its float32 weights: a tensor of one, where they are more or none, is no flat one, but a
+    number of the group's own.
+    """
     out = {}
     for kind, value in file.mapping(tree, f"the state of group {group}").items():
-        if isinstance(value, TensorRef) and len(value.shape) == 1:
+        is_single = isinstance(value, TensorRef) and value.numel == 1 and held != 1
+        if isinstance(value, TensorRef) and len(value.shape) == 1 and not is_single:
             out[str(kind)] = State(*file.flat(value, f"{kind} of group {group}"))
         elif isinstance(value, TensorRef) and value.numel == 1:
             out[str(kind)] = State(ref=value, value=file.array(value))

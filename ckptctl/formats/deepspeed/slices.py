@@ -16,6 +16,7 @@ from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
 from ckptctl.core.values import Record, Tree
 from ckptctl.core.view import run_boxes
+from ckptctl.formats.deepspeed.affine import Cut, mapped, owned
 from ckptctl.formats.deepspeed.zero import Native
 from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.torchtensor import tensor_of
@@ -36,12 +37,14 @@ class Rule(NamedTuple):
     """How slices make a tensor.
 
     Along axis (None: each is all of it). parts are what lies on it side by side, each the sizes of the ranks' shares
-    of it; none where slices follow each other whole. rows are those of the true vocabulary, 0 for all.
+    of it; none where slices follow each other whole. rows are those of the true vocabulary, 0 for all. cuts are each
+    rank's runs along the axis, where a map says them.
     """
 
     axis: int | None
     parts: tuple[tuple[int, ...], ...] = ()
     rows: int = 0
+    cuts: tuple[tuple[Cut, ...], ...] = ()
 
 
 class Rules:
@@ -59,6 +62,10 @@ class Rules:
         return self._by_shape(name, shapes)
 
     def _told(self, name: str, shapes: Sequence[Shape]) -> Rule:
+        self._require_known(name)
+        cuts = mapped(self._info.get("affine_map"), name, shapes, self._where)
+        if cuts is not None:
+            return Rule(cuts.axis, (), self._rows(name), cuts.ranks)
         if self._matches("tp_replicated_parameter_patterns", name):
             return Rule(None)
         if self._matches("parameter_to_average_patterns", name):
@@ -78,12 +85,31 @@ class Rules:
                 return found
         if self._matches("parameter_with_row_parallelism_patterns", name):
             return Rule(1)
-        if self._matches("vocabulary_parameter_patterns", name):
-            rows = self._info.get("original_vocab_size")
-            if type(rows) is not int or rows < 1:
-                raise self._wrong(f"how many rows of {name} are tokens is not known", f"original_vocab_size is {rows}")
-            return Rule(0, (), rows)
-        return Rule(0)
+        return Rule(0, (), self._rows(name))
+
+    def _rows(self, name: str) -> int:
+        """Rows of the true vocabulary, 0 for what is none."""
+        if not self._matches("vocabulary_parameter_patterns", name):
+            return 0
+        rows = self._info.get("original_vocab_size")
+        if type(rows) is not int or rows < 1:
+            raise self._wrong(f"how many rows of {name} are tokens is not known", f"original_vocab_size is {rows}")
+        return rows
+
+    def _require_known(self, name: str) -> None:
+        """Unsupported for what AutoTP itself says it cannot put together: its lists of patterns have the name too."""
+        said = self._info.get("autotp_unsupported_parameter_patterns")
+        if said is not None and not isinstance(said, (dict, list, tuple)):
+            raise self._wrong("autotp_unsupported_parameter_patterns lists nothing", show(said))
+        pattern = next((p for p in said or () if self._matched(p, name)), None)
+        if pattern is not None:
+            why = said.get(pattern) if isinstance(said, dict) else None
+            raise Unsupported(
+                f"the slices of {name} cannot be put together",
+                where=self._where,
+                why=f"universal_checkpoint_info says: {why}" if isinstance(why, str) else "AutoTP says so",
+                fix="save the model whole from the run, with tensor parallelism gathered",
+            )
 
     def _listed(self, key: str) -> Sequence[Tree]:
         found = self._info.get(key)
@@ -222,6 +248,7 @@ def joined_slices(
         for name in weights[0]:
             tensor = joined(Key(name), [w.get(name) for w in weights], rules, team[0].path)
             build.put(Tensor(tensor.key, tensor.dtype, tensor.shape, tensor.pieces, tensor.replicas))
+        _require_alike(parts, team)
         out[first] = whole
         build.ties.update({a: o for a, o in team[0].shared.items() if a in weights[0] and o in weights[0]})
     return out
@@ -233,8 +260,13 @@ def joined(key: Key, slices: Sequence[Tensor | None], rules: Rules, where: str) 
     if len(whole) < len(slices):
         raise Damaged(f"one tensor-parallel rank has no {key.kind} of {key.name}", where=where, code="mixed-saves")
     first = whole[0]
+    if any(t.held.name != first.held.name for t in whole):
+        types = ", ".join(sorted({t.held.name for t in whole}))
+        raise Damaged(
+            f"tensor-parallel ranks have {key.kind} of {key.name} in {types}", where=where, code="mixed-saves"
+        )
     if first.shape == () or (key.kind == "step" and first.numel == 1):
-        return first
+        return Tensor(key, first.dtype, first.shape, first.pieces, tuple(t.pieces for t in whole[1:]), first.trainable)
     rule = rules.of(key.name, [t.shape for t in whole])
     if rule.axis is None:
         if any(t.shape != first.shape for t in whole):
@@ -243,38 +275,71 @@ def joined(key: Key, slices: Sequence[Tensor | None], rules: Rules, where: str) 
     axis = rule.axis
     if any(len(t.shape) <= axis for t in whole):
         raise Damaged(f"{key.name} has shape {first.shape}, and is to be joined on axis {axis}", where=where)
-    total = sum(t.shape[axis] for t in whole)
+    if rule.cuts:
+        total = max(to + n for cuts in rule.cuts for _, n, to in cuts)
+        every = owned(rule.cuts)
+    else:
+        total, offset, listed = sum(t.shape[axis] for t in whole), 0, []
+        for number, tensor in enumerate(whole):
+            listed.append(_cuts(rule, number, tensor.shape[axis], offset))
+            offset += tensor.shape[axis]
+        every = [listed]
     shape = (*first.shape[:axis], total, *first.shape[axis + 1 :])
-    item = first.held.itemsize
+    rows = rule.rows if 0 < rule.rows < total else 0
+    tables = [_table(whole, cuts, axis, shape, rows) for cuts in every]
+    shape = (rows, *shape[1:]) if rows else shape
+    return Tensor(key, first.dtype, shape, (tables[0],), tuple((t,) for t in tables[1:]), first.trainable)
+
+
+def _table(slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], axis: int, shape: Shape, rows: int) -> PieceTable:
+    """The pieces of the whole tensor, of each slice those that its cuts say; the first rows only, if any are said."""
+    item = slices[0].held.itemsize
     pieces: list[Piece] = []
-    offset = 0
-    for number, tensor in enumerate(whole):
-        cuts = _cuts(rule, number, tensor.shape[axis], offset)
-        offset += tensor.shape[axis]
+    for tensor, mine in zip(slices, cuts, strict=True):
         for table in tensor.pieces:
             for piece in table:
-                pieces += _placed(piece, tensor.shape, shape, axis, cuts, item)
-    if rule.rows and rule.rows < total:
-        shape = (rule.rows, *shape[1:])
-        pieces = [p for q in pieces if (p := _cut_rows(q, shape)) is not None]
-    return Tensor(key, first.dtype, shape, (PieceTable.of(pieces, item),), trainable=first.trainable)
+                pieces += _placed(piece, tensor.shape, shape, axis, mine, item)
+    if rows:
+        pieces = [p for q in pieces if (p := _cut_rows(q, (rows, *shape[1:]))) is not None]
+    return PieceTable.of(pieces, item)
 
 
-def _cuts(rule: Rule, number: int, size: int, offset: int) -> list[tuple[int, int, int]]:
+def _require_alike(parts: Sequence[Native], team: Sequence[ModelFile]) -> None:
+    """Damaged where tensor-parallel ranks' optimizers are not one run's at one step, or one has more than the first."""
+    first = parts[0]
+    for part, model in zip(parts[1:], team[1:], strict=True):
+        more = next((k for k in part.tensors if k not in first.tensors), None)
+        what = ""
+        if more is not None:
+            what = f"{more.kind} of {more.name}"
+        elif [repr(g) for g in part.groups] != [repr(g) for g in first.groups]:
+            what = "settings or parameters of the param groups"
+        else:
+            odd = [k for k in {**first.said, **part.said} if repr(first.said.get(k)) != repr(part.said.get(k))]
+            what = f"{odd[0][1]} of group {odd[0][0]}" if odd else ""
+        if what:
+            raise Damaged(
+                f"tensor-parallel ranks differ in {what}",
+                where=f"{team[0].path}, {model.path}",
+                why="the optimizer's files beside them are of different saves",
+                fix="copy the step again, from one save",
+                code="mixed-saves",
+            )
+
+
+def _cuts(rule: Rule, number: int, size: int, offset: int) -> list[Cut]:
     """(first row in the slice, rows, first row in the whole) along the axis."""
     if not rule.parts:
-        return [(0, size, offset)]
+        return [Cut(0, size, offset)]
     out, inside, before = [], 0, 0
     for shares in rule.parts:
-        out.append((inside, shares[number], before + sum(shares[:number])))
+        out.append(Cut(inside, shares[number], before + sum(shares[:number])))
         inside += shares[number]
         before += sum(shares)
     return out
 
 
-def _placed(
-    piece: Piece, shape: Shape, whole: Shape, axis: int, cuts: Sequence[tuple[int, int, int]], item: int
-) -> Iterator[Piece]:
+def _placed(piece: Piece, shape: Shape, whole: Shape, axis: int, cuts: Sequence[Cut], item: int) -> Iterator[Piece]:
     """A slice's piece (a run of its flattened elements, or all of it) as boxes of the whole tensor."""
     if piece.view == shape:
         boxes = [(piece.lo, piece.size, piece.start, piece.strides)]

@@ -7,6 +7,7 @@ leave no doubt. Source: DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and 
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import MASTER, Group
@@ -130,12 +131,13 @@ def _fused(
             fix="give the names in the optimizer's order, a name a line: --param-order FILE",
             code="param-order",
         )
-    out, names = Native(), list(order or shapes)
+    out, names = Native(), deque(order or shapes)
     for number, (ref, options) in enumerate(zip(flats, found.groups, strict=True)):
         flat, _ = file.flat(ref, f"the float32 weights of group {number}")
-        mine: list[str] = []
-        while names and sum(math.prod(shapes.get(n, (0,))) for n in mine) < flat.numel:
-            mine.append(names.pop(0))
+        mine, held = [], 0
+        while names and held < flat.numel:
+            mine.append(names.popleft())
+            held += math.prod(shapes.get(mine[-1], (0,)))
         starts, total = layout.starts_of(shapes.get(n, (0,)) for n in mine)
         if total != flat.numel:
             raise MissingFact(

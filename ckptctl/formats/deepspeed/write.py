@@ -56,6 +56,9 @@ def write(content: Content, choices: Choices) -> Written:
         why = "flat groups are in the optimizer's own order: set it to false in the run's configuration, or DeepSpeed "
         why += "gives parameters each other's state"
         lines.append(Line(ROUND_ROBIN, "dropped", why))
+    if run.is_recast and "loss_scaler" in run.own:
+        why = f"it was that of a run in another type than {run.dtype}: the run that loads has its own"
+        lines.append(Line("loss scale", "dropped", why))
     if run.empty:
         why = f"{len(run.empty)}, with no state, which has no element either: DeepSpeed's optimizer leaves them out"
         lines.append(Line("parameters without elements", "written", why))

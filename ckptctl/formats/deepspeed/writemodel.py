@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ckptctl.core.output import OutputFile
 from ckptctl.core.values import OrderedPairs, Tree
 from ckptctl.formats.deepspeed import flats, teams, writewhole
+from ckptctl.formats.deepspeed.modelfile import OWN
 from ckptctl.formats.deepspeed.zero import EXPERT
 from ckptctl.formats.pickles.nodes import SizeTuple
 from ckptctl.formats.torch.write import TorchTree
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ckptctl.core.output import Segment
     from ckptctl.formats.deepspeed.run import Run
 
-_RESERVED = frozenset({"deepspeed", "global_steps", "global_samples", "skipped_steps", "lr_scheduler"})
+_RESERVED = frozenset({OWN, "global_steps", "global_samples", "skipped_steps", "lr_scheduler"})
 
 
 def torch_file(path: str, run: Run, tree: Callable[[TorchTree], Tree]) -> OutputFile:
@@ -69,6 +70,8 @@ def model_tree(run: Run, rank: int, made: TorchTree) -> dict[str, Tree]:
     }
     if run.experts:
         root |= {"num_experts": list(run.experts.values()), "ds_autoep_layers": None}
+    if OWN in run.own:
+        root[OWN] = made.value(run.own[OWN])
     for name, value in values.items():
         if name not in _RESERVED and (name not in root or root[name] is None):
             root[name] = made.value(value)

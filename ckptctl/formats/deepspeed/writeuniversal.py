@@ -59,6 +59,14 @@ def require_place(run: Run, stage: int) -> None:
     """Unsupported where a folder for one stage is asked for, and DeepSpeed has no form that goes on there as it was."""
     if stage == 0:
         raise Unsupported("no run of stage 0 loads a universal folder", fix="leave --universal or --zero-stage 0 out")
+    alone = next((k for k in sorted({*run.lone, *(k for s in run.singles.values() for k in s)})), None)
+    if alone is not None:
+        raise Unsupported(
+            f"{alone} is one value of each parameter: a universal folder has no place for it",
+            where=run.content.source.root,
+            why="its loader takes every file of a parameter for elements of its own shape, but for the step",
+            fix="--zero-stage S for the run's ranks, without --universal",
+        )
     if stage == 3 and not loads_at_three(run):
         raise Unsupported(
             "a universal folder of this run cannot be loaded at stage 3 as it was",

@@ -60,7 +60,7 @@ def optimizer(run: Run, made: TorchTree) -> Tree:
 
 def _state(run: Run, made: TorchTree, name: str) -> dict[str, Tree]:
     """One parameter's state, its step first."""
-    items: Mapping[str, Tree] = {k: made.tensor(i) for k, i in run.states.get(name, {}).items() if k != "step"}
+    items: Mapping[str, Tree] = {k: made.tensor(i) for k, i in run.states.get(name, {}).items() if k not in run.single}
     step = flats.step(run, made, name)
     return {**({} if step is None else {"step": step}), **items, **flats.singles(run, made, name)}
 
@@ -70,7 +70,8 @@ def _scaling(run: Run) -> dict[str, Tree]:
     said = flats.scaling(run, required=True)
     scaler = said["loss_scaler"]
     inner = dict(scaler.state) if isinstance(scaler, Record) and isinstance(scaler.state, dict) else {}
-    counted = {k: run.own[k] if k in run.own else inner.get(k) for k in _COUNTED}
+    known = {} if run.is_recast else run.own
+    counted = {k: known[k] if k in known else inner.get(k) for k in _COUNTED}
     if counted["cur_iter"] is None:
         counted["cur_iter"] = run.step
     is_dynamic = bool(said["dynamic_loss_scale"])

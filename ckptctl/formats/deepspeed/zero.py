@@ -16,6 +16,7 @@ from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.tensor import Key, Tensor
 from ckptctl.formats.deepspeed import layout
 from ckptctl.formats.deepspeed.modelfile import ROUND_ROBIN, zero_section
+from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.torchtensor import tensor_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Native:
     """Elements of padding by kind of state, over all ranks."""
     ep: int = 1
     unnamed: str = ""
+    said: dict[tuple[int, str], object] = field(default_factory=dict)
+    """Single values of each flat group's state, comparable: by (group, kind)."""
 
 
 def of_shards(model: ModelFile, shards: Sequence[Shard], *, data_first: bool = False) -> Native:
@@ -96,6 +99,21 @@ def _alike(first: Shard, shard: Shard) -> None:
                 f"two ranks' files differ in their {what}: {a} and {b}",
                 where=f"{first.path}, {shard.path}",
                 why="they are of saves of different runs or world sizes",
+                fix="copy the step again, from one save",
+                code="mixed-saves",
+            )
+    _alike_settings(first, shard)
+
+
+def _alike_settings(first: Shard, shard: Shard) -> None:
+    """Damaged where two ranks' param groups have another learning rate, or any other setting."""
+    for number, (a, b) in enumerate(zip(first.groups, shard.groups, strict=True)):
+        odd = next((n for n in {**a, **b} if repr(a.get(n)) != repr(b.get(n))), None)
+        if odd is not None:
+            raise Damaged(
+                f"two ranks' files differ in {odd} of param group {number}",
+                where=f"{first.path}, {shard.path}",
+                why=f"it is {show(a.get(odd))} and {show(b.get(odd))}: they are of saves of different runs or steps",
                 fix="copy the step again, from one save",
                 code="mixed-saves",
             )
@@ -323,6 +341,7 @@ def _singles(number: int, shapes: dict[str, Shape], team: Sequence[Shard], out: 
     for kind, state in _states(team[0], number).items():
         if state.flat is not None:
             continue
+        out.said[number, kind] = state.said
         for shard in team:
             other = _states(shard, number).get(kind)
             if other is None or other.said != state.said:

@@ -59,7 +59,8 @@ def elements(tensor, slices):
     for piece in (p for table in tensor.pieces for p in table):
         data = np.ascontiguousarray(slices[piece.source]).ravel()[piece.start // 4 :]
         box = np.lib.stride_tricks.as_strided(data, piece.size, piece.strides)
-        out[tuple(slice(a, a + n) for a, n in zip(piece.lo, piece.size, strict=True))] = box
+        seen = out.reshape(piece.view)  # a whole parameter's copies keep their flat view
+        seen[tuple(slice(a, a + n) for a, n in zip(piece.lo, piece.size, strict=True))] = box
     return out
 
 

@@ -1,0 +1,195 @@
+"""Files of several saves, left over, lost or renamed, and values that no run of DeepSpeed's own has: each is told."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import ckptctl
+from ckptctl.core.values import Global, Record
+from tests.formats.deepspeed.test_read import copied, stopped
+from tests.support.commands import ckptctl as command
+from tests.support.commands import document, good, refused
+from tests.support.zero_runs import numbers, write_model, write_run, write_shards
+
+PARAMS = {"a.weight": numbers(5, 3), "a.bias": numbers(5), "b.weight": numbers(2, 5)}
+
+
+def state(path):
+    """Every tensor's values."""
+    with ckptctl.open(path) as view:
+        return {(t.name, t.kind): t.numpy().tolist() for t in view.tensors()}
+
+
+def test_the_hand_made_run_is_one(tmp_path):
+    write_run(tmp_path / "run", PARAMS, dp=3)
+    held = state(tmp_path / "run")
+    for name, values in PARAMS.items():
+        assert held[name, "weight"] == held[name, "master"] == values.tolist()
+        assert held[name, "exp_avg"] == (2 * values).tolist()
+    good("reshard", tmp_path / "run", tmp_path / "three", "--dp", "2", "--zero-stage", "3")
+    assert state(tmp_path / "three") == held
+
+
+def other_lr(tree, made):
+    tree["base_optimizer_state"]["param_groups"][0]["lr"] = 0.2
+
+
+def test_ranks_of_different_settings_are_of_different_runs(tmp_path):
+    write_run(tmp_path / "run", PARAMS, dp=3, r2=other_lr)
+    error = stopped(tmp_path / "run", tmp_path)
+    assert error["code"] == "mixed-saves"
+    assert "lr of param group 0" in error["what"]
+    assert "0.1 and 0.2" in error["why"]
+
+
+def test_ranks_of_runs_in_different_types_are_told_by_their_names(tmp_path):
+    write_run(tmp_path / "run", PARAMS, dp=2)
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (tmp_path / "run" / name).rename(tmp_path / "run" / f"bf16_{name}")
+    error = stopped(tmp_path / "run", tmp_path)
+    assert error["code"] == "mixed-saves"
+    assert "different types" in error["what"]
+
+
+def test_a_number_in_a_file_s_name_takes_no_memory(tmp_path):
+    write_run(tmp_path / "run", PARAMS, dp=1)
+    shutil.copy(tmp_path / "run/mp_rank_00_model_states.pt", tmp_path / "run/mp_rank_99999999999999_model_states.pt")
+    error = stopped(tmp_path / "run", tmp_path)
+    assert error["code"] == "missing-file"
+    assert "model-parallel rank 1 of" in error["what"]
+
+
+@pytest.mark.real
+def test_swapped_model_files_of_stage_three_are_told(tmp_path):
+    """They have each rank's part of the frozen parameters, of which there is no other copy."""
+    path = copied("deepspeed/zero3-dp2-bf16-subgroups-frozen", tmp_path) / "global_step3"
+    a, b = (path / f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in (0, 1))
+    a.rename(path / "aside")
+    b.rename(a)
+    (path / "aside").rename(b)
+    error = stopped(path, tmp_path)
+    assert error["code"] == "mixed-saves"
+    assert "model-states file of rank 0 holds the piece of rank 1" in error["what"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("source", ["zero2-dp2-bf16", "zero3-dp2-bf16"])
+def test_model_files_of_another_stage_are_left_aside_with_a_word(source, tmp_path):
+    path = copied(f"deepspeed/{source}", tmp_path) / "global_step3"
+    held = state(path)
+    other = copied(f"deepspeed/zero{5 - int(source[4])}-dp2-bf16", tmp_path / "other") / "global_step3"
+    for file in other.glob("*model_states.pt"):
+        shutil.copy(file, path)
+    assert state(path) == held
+    assert any("another ZeRO stage" in w for w in document("inspect", path)["warnings"])
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("lost", ["layer_0_expert_3", "layer_1_expert_[0-9]"])
+def test_the_last_expert_or_layer_of_experts_is_missed(lost, optimizer, tmp_path):
+    """The other files do not tell, nor do the masters, which DeepSpeed does not load in their place."""
+    path = copied("deepspeed/moe-ep2-dp4-zero2-bf16", tmp_path) / "global_step3"
+    for file in [*path.glob(f"{lost}_*"), *([] if optimizer else path.glob("*optim_states.pt"))]:
+        file.unlink()
+    error = stopped(path, tmp_path)
+    assert error["code"] == "missing-file"
+    assert f"of MoE layer {lost[6]} is not there" in error["what"]
+
+
+@pytest.mark.parametrize("config", ["ds.json", ["a"], {"zero_optimization": 3}, None])
+def test_a_configuration_that_is_no_dict_stops_nothing(config, tmp_path):
+    write_run(tmp_path / "run", PARAMS, model={"ds_config": config})
+    good("reshard", tmp_path / "run", tmp_path / "out", "--dp", "3")
+    assert state(tmp_path / "out") == state(tmp_path / "run")
+
+
+def test_client_state_of_our_own_name_is_carried(tmp_path):
+    write_run(tmp_path / "run", PARAMS, model={"deepspeed": {"mine": 1}, "seen": 5})
+    for stage in ("1", "3"):
+        good("reshard", tmp_path / "run", tmp_path / stage, "--dp", "3", "--zero-stage", stage)
+        own = ckptctl.open(tmp_path / stage).values["deepspeed"]
+        assert own["deepspeed"] == {"mine": 1}
+        assert own["ds_version"] == "0.19.8"
+
+
+def test_what_no_reader_can_read_is_not_intact(tmp_path):
+    """Two files of one rank: a rule that only warns of one left over, where a reader goes on without it."""
+    write_run(tmp_path / "run", PARAMS, dp=1)
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copy(tmp_path / "run" / name, tmp_path / "run" / f"bf16_{name}")
+    done = command("validate", tmp_path / "run", "--json")
+    assert done.code == 1
+    assert '"stale-file"' in done.out
+
+
+def lone(tree, made, value=0.25):
+    tree["base_optimizer_state"]["state"][0]["mu_product"] = made.tensor(value)
+    tree["base_optimizer_state"]["state"][0]["beta"] = made.tensor([0.5])
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "3"])
+def test_a_state_of_one_number_is_carried(stage, tmp_path):
+    """NAdam's mu_product: 0-d beside every parameter, one of each flat group."""
+    write_run(tmp_path / "run", PARAMS, dp=2, every=lone)
+    held = state(tmp_path / "run")
+    assert held["b.weight", "mu_product"] == 0.25
+    assert held["a.bias", "beta"] == [0.5]
+    good("reshard", tmp_path / "run", tmp_path / "out", "--dp", "3", "--zero-stage", stage)
+    if stage == "0":  # whose weights are the masters, in float32
+        held = {place: v for place, v in held.items() if place[1] != "master"}
+    assert state(tmp_path / "out") == held
+
+
+def test_a_state_of_one_number_that_differs_in_a_group_is_refused(tmp_path):
+    write_run(tmp_path / "run", PARAMS, dp=2, every=lone)
+    good("convert", tmp_path / "run", tmp_path / "t", "--to", "torch")
+    error = refused("convert", tmp_path / "run", tmp_path / "u", "--to", "deepspeed", "--universal")
+    assert "is one value of each parameter" in error["what"]
+
+
+def test_tensor_parallel_ranks_of_different_steps_are_told(tmp_path):
+    """Their slices would be joined, and one rank's step taken for both."""
+
+    def later(tree, made):
+        tree["base_optimizer_state"]["state"][0]["step"] = made.tensor(4.0)
+
+    more = {"mp_world_size": 2, "universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    for mp in (0, 1):
+        write_model(tmp_path / f"run/mp_rank_{mp:02d}_model_states.pt", PARAMS, 1, **more)
+        write_shards(tmp_path / "run", PARAMS, 1, mp=mp)
+    assert ckptctl.open(tmp_path / "run")["a.weight"].shape == (10, 3)
+    write_shards(tmp_path / "run", PARAMS, 1, mp=1, every=later)
+    error = stopped(tmp_path / "run", tmp_path)
+    assert error["code"] == "mixed-saves"
+    assert "different steps" in error["what"]
+    write_shards(tmp_path / "run", PARAMS, 1, mp=1, every=other_lr)
+    assert "differ in settings" in stopped(tmp_path / "run", tmp_path)["what"]
+
+
+def test_what_a_run_had_for_its_own_type_does_not_go_into_one_of_another(tmp_path):
+    scaler = Record(
+        Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+        (),
+        "newobj",
+        state={"cur_scale": 65536.0, "dynamic": True},
+        has_state=True,
+    )
+
+    def scaled(tree, made):
+        tree |= {"loss_scaler": scaler, "dynamic_loss_scale": True}
+
+    config = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale": 0}}
+    write_run(tmp_path / "run", PARAMS, dp=1, model={"ds_config": config}, every=scaled)
+    report = document(
+        "convert", tmp_path / "run", tmp_path / "out", "--to", "deepspeed", "--dtype", "bfloat16", "--weights", "master"
+    )
+    own = ckptctl.open(tmp_path / "out").values["deepspeed"]
+    assert own["ds_config"]["fp16"] == {"enabled": False, "loss_scale": 0}
+    assert own["ds_config"]["bf16"] == {"enabled": True}
+    assert own["loss_scaler"]["class"].endswith(".LossScaler")
+    assert own["loss_scaler"]["cur_scale"] == 1.0
+    assert "loss scale" in str(report)
+    assert document("inspect", tmp_path / "out")["about"]["dtype"] == "bfloat16"
