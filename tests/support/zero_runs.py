@@ -35,6 +35,14 @@ class Saved:
         steps = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
         return v2(stored(key, array.size), 0, array.shape, steps)
 
+    def half(self, values: Any) -> Any:
+        """A float16 tensor over a storage of its own."""
+        array = np.asarray(values, np.float16)
+        key = str(len(self.storages))
+        self.storages[key] = array.tobytes()
+        steps = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
+        return v2(stored(key, array.size, "HalfStorage"), 0, array.shape, steps)
+
     def save(self, path: Path, tree: Any) -> None:
         """The file, its archive named as torch names it."""
         path.parent.mkdir(parents=True, exist_ok=True)

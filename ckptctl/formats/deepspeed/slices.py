@@ -12,6 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptctl.core.checkpoint import Group
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
 from ckptctl.core.values import Record, Tree
@@ -239,16 +240,15 @@ def joined_slices(
         parts = [natives[first + t] for t in range(tp)]
         info = next((m.universal for m in team if m.universal), build.slices)
         rules = Rules(info, build.facts.config, team[0].path)
-        whole = Native(groups=parts[0].groups, scalars=parts[0].scalars, padding=parts[0].padding, ep=parts[0].ep)
-        for key in parts[0].tensors:
-            whole.tensors[key] = joined(key, [p.tensors.get(key) for p in parts], rules, team[0].path)
-        weights = [
-            {n: tensor_of(Key(n), r, m.source) for n, r in (m.module or {}).items() if r.shape != (0,)} for m in team
-        ]
-        for name in weights[0]:
+        whole = Native(groups=_groups(parts, team), scalars=parts[0].scalars, padding=parts[0].padding, ep=parts[0].ep)
+        _require_alike(parts, team)
+        for key in dict.fromkeys(k for p in parts for k in p.tensors):
+            slices = [p.tensors.get(key) or empty_slice(key, parts, m) for p, m in zip(parts, team, strict=True)]
+            whole.tensors[key] = joined(key, slices, rules, team[0].path)
+        weights = module_slices(team)
+        for name in dict.fromkeys(n for w in weights for n in w):
             tensor = joined(Key(name), [w.get(name) for w in weights], rules, team[0].path)
             build.put(Tensor(tensor.key, tensor.dtype, tensor.shape, tensor.pieces, tensor.replicas))
-        _require_alike(parts, team)
         out[first] = whole
         build.ties.update({a: o for a, o in team[0].shared.items() if a in weights[0] and o in weights[0]})
     return out
@@ -301,30 +301,59 @@ def _table(slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], axis: int, s
                 pieces += _placed(piece, tensor.shape, shape, axis, mine, item)
     if rows:
         pieces = [p for q in pieces if (p := _cut_rows(q, (rows, *shape[1:]))) is not None]
-    return PieceTable.of(pieces, item)
+    return PieceTable.of(pieces, item) if pieces else PieceTable.whole((0,), item, 0, 0)
+
+
+def module_slices(team: Sequence[ModelFile]) -> list[dict[str, Tensor]]:
+    """Each tensor-parallel rank's weights, less the places of those that it does not hold."""
+    return [{n: tensor_of(Key(n), r, m.source) for n, r in (m.module or {}).items() if r.shape != (0,)} for m in team]
+
+
+def empty_slice(key: Key, parts: Sequence[Native], model: ModelFile) -> Tensor | None:
+    """The slice of a rank that has no element of a parameter, and so no state of it; None for other parameters."""
+    ref = (model.module or {}).get(key.name)
+    known = next(t for p in parts if (t := p.tensors.get(key)) is not None)
+    if ref is None or 0 not in ref.shape:
+        return None
+    if len(known.shape) != len(ref.shape):
+        return known  # a single number, such as a step
+    return Tensor(key, known.dtype, ref.shape, (), trainable=True)
+
+
+def _groups(parts: Sequence[Native], team: Sequence[ModelFile]) -> list[Group]:
+    """Param groups with the parameters of all ranks, in the order of the first that has each: some hold none of some.
+
+    Damaged where ranks have another number of groups, or other settings.
+    """
+    first = parts[0].groups
+    out = []
+    for part, model in zip(parts[1:], team[1:], strict=True):
+        if [repr(g.options) for g in part.groups] != [repr(g.options) for g in first]:
+            raise _unlike("settings of the param groups", team[0], model)
+    for number, group in enumerate(first):
+        names = max((p.groups[number].params for p in parts), key=len)
+        lost = dict.fromkeys(n for p in parts for n in p.groups[number].params if n not in set(names))
+        out.append(Group((*names, *lost), group.options, group.owner))
+    return out
 
 
 def _require_alike(parts: Sequence[Native], team: Sequence[ModelFile]) -> None:
-    """Damaged where tensor-parallel ranks' optimizers are not one run's at one step, or one has more than the first."""
+    """Damaged where tensor-parallel ranks' optimizers are at different steps."""
     first = parts[0]
     for part, model in zip(parts[1:], team[1:], strict=True):
-        more = next((k for k in part.tensors if k not in first.tensors), None)
-        what = ""
-        if more is not None:
-            what = f"{more.kind} of {more.name}"
-        elif [repr(g) for g in part.groups] != [repr(g) for g in first.groups]:
-            what = "settings or parameters of the param groups"
-        else:
-            odd = [k for k in {**first.said, **part.said} if repr(first.said.get(k)) != repr(part.said.get(k))]
-            what = f"{odd[0][1]} of group {odd[0][0]}" if odd else ""
-        if what:
-            raise Damaged(
-                f"tensor-parallel ranks differ in {what}",
-                where=f"{team[0].path}, {model.path}",
-                why="the optimizer's files beside them are of different saves",
-                fix="copy the step again, from one save",
-                code="mixed-saves",
-            )
+        odd = [k for k in first.said if k in part.said and repr(first.said[k]) != repr(part.said[k])]
+        if odd:
+            raise _unlike(f"{odd[0][1]} of group {odd[0][0]}", team[0], model)
+
+
+def _unlike(what: str, first: ModelFile, other: ModelFile) -> Damaged:
+    return Damaged(
+        f"tensor-parallel ranks differ in {what}",
+        where=f"{first.path}, {other.path}",
+        why="the optimizer's files beside them are of different saves",
+        fix="copy the step again, from one save",
+        code="mixed-saves",
+    )
 
 
 def _cuts(rule: Rule, number: int, size: int, offset: int) -> list[Cut]:

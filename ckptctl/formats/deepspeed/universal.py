@@ -16,7 +16,8 @@ from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.deepspeed.build import cast_of, is_placeholder
 from ckptctl.formats.deepspeed.modelfile import ModelFile, read_model
 from ckptctl.formats.deepspeed.opened import dense, plain_object, whole_number
-from ckptctl.formats.torchtensor import tensor_of
+from ckptctl.formats.deepspeed.slices import Rules, joined, module_slices
+from ckptctl.formats.torchtensor import aliases, tensor_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,9 +55,10 @@ def read(build: Build) -> None:
     zero = files.root / files.where("zero")
     names = _names(zero)
     known = bool(shapes)
+    tp = _slices(models)
     copies: dict[str, Tensor] = {}
     for name in names:
-        entries = _states(build, zero, name, {**frozen, **shapes}, module)
+        entries = _states(build, zero, name, {**frozen, **shapes}, module, whole=tp > 1)
         if (known and name not in shapes) or name in shared:
             # Frozen parameters, aliases and buffers have the model file's value, upcast, under fp32 alone.
             if FP32 in entries:
@@ -68,11 +70,14 @@ def read(build: Build) -> None:
     _require_files(build, models)
     if models:
         build.step, build.values = models[0].steps, dict(models[0].values)
+    if tp > 1:
+        _sliced(build, models[:tp], set(copies) - set(shared))
     for model in models:
-        build.weights(model)
+        if tp == 1:
+            build.weights(model)
         build.model_values.update(model.module_values)
     for name, tensor in copies.items():
-        if Key(name) in build.tensors or Key(name, "buffer") in build.tensors or name in shared:
+        if Key(name) in build.tensors or Key(name, "buffer") in build.tensors or name in shared or name in build.ties:
             continue
         ref = module.get(name)
         dtype = ref.dtype if ref is not None else BY_NAME[models[0].run_dtype if models else "float32"]
@@ -87,6 +92,33 @@ def read(build: Build) -> None:
     build.variant = "universal"
     build.layout |= {"tp": 1, "pp": 1, "ep": 1}
     build.about |= {"dtype": models[0].run_dtype if models else None}
+
+
+def _slices(models: list[ModelFile]) -> int:
+    """How many tensor-parallel ranks' model files there are: by what they say, else by the parameters they share."""
+    if len(models) < 2:
+        return 1
+    if models[0].tp:
+        return models[0].tp
+    names = [{n for g in m.shapes or () for n in g} for m in models]
+    return sum(2 * len(n & names[0]) > len(names[0]) for n in names)
+
+
+def _sliced(build: Build, team: list[ModelFile], untrained: set[str]) -> None:
+    """What a run of several tensor-parallel ranks has beside its trained parameters, which are whole under zero/.
+
+    Buffers, ties, and parameters that do not train: of these ds_to_universal takes the first rank's slice for all.
+    """
+    first = team[0]
+    module = first.module or {}
+    for name in (n for n in module if n in first.buffers):
+        build.put(tensor_of(Key(name, "buffer"), module[name], first.source))
+    first.shared.update({a: o for a, o in aliases(module).items() if a not in first.shared})
+    rules = Rules(next((m.universal for m in team if m.universal), {}), build.facts.config, first.path)
+    weights = module_slices(team)
+    for name in sorted(untrained):
+        if any(name in w for w in weights) and name not in first.buffers and name not in first.shared:
+            build.put(joined(Key(name), [w.get(name) for w in weights], rules, first.path))
 
 
 def _require_files(build: Build, models: list[ModelFile]) -> None:
@@ -141,9 +173,12 @@ def _names(zero: Path) -> list[str]:
 
 
 def _states(
-    build: Build, zero: Path, name: str, shapes: dict[str, Shape], module: dict[str, TensorRef]
+    build: Build, zero: Path, name: str, shapes: dict[str, Shape], module: dict[str, TensorRef], *, whole: bool
 ) -> dict[str, Tensor]:
-    """The files of one parameter, by state: what the loader takes too. Numbers go to the scalars."""
+    """The files of one parameter, by state: what the loader takes too. Numbers go to the scalars.
+
+    whole: shapes are those of slices, which the files have put together.
+    """
     out: dict[str, Tensor] = {}
     for file in sorted((zero / name).glob("*.pt"), key=lambda p: (p.stem != FP32, p.name)):
         kind = file.stem
@@ -153,6 +188,10 @@ def _states(
                 build.scalars[name, kind] = opened.value(f"{name}.{kind}", tree)
                 continue
             shape = shapes.get(name) or (module[name].shape if name in module else None)
+            if whole:
+                if shape is not None and len(tree.shape) not in (0, len(shape)):
+                    raise _misshapen(opened, Key(name, kind), tree.shape, shape)
+                shape = None
             if shape == (0,) and is_placeholder(module.get(name)):
                 shape = None
             out[kind] = _shaped(opened, Key(name, kind), tree, shape, out.get(FP32))
@@ -170,8 +209,12 @@ def _shaped(opened: Opened, key: Key, ref: TensorRef, shape: Shape | None, fp32:
         start = ref.storage.start_byte + ref.offset * ref.dtype.itemsize
         table = PieceTable.whole((ref.numel,), ref.dtype.itemsize, opened.number, start)
         return Tensor(key, ref.dtype, want, (table,))
-    raise Damaged(
-        f"{key.kind} of {key.name} has shape {ref.shape}, the parameter {want}",
+    raise _misshapen(opened, key, ref.shape, want)
+
+
+def _misshapen(opened: Opened, key: Key, shape: Shape, want: Shape) -> Damaged:
+    return Damaged(
+        f"{key.kind} of {key.name} has shape {shape}, the parameter {want}",
         where=opened.path,
         fix="a padded vocabulary, or slices that were not joined, are not read: make the folder again",
         code="zero-layout",
