@@ -212,7 +212,7 @@ def run_of(content: Content, choices: Choices) -> Run:
         {name: _master(content, name) for name in listed},
         states,
         lone,
-        [_kinds(g.params, states, lone | {"step"}) for g in groups],
+        [_kinds(g.params, states, lone | {"step"}, is_flat=bool(stage or choices.universal)) for g in groups],
         experts,
         [n for n in candidates if n not in listed],
         buffers,
@@ -279,10 +279,12 @@ def _states(content: Content, lone: frozenset[str]) -> dict[str, dict[str, Item]
     return out
 
 
-def _kinds(names: Sequence[str], states: Mapping[str, Mapping[str, Item]], single: frozenset[str]) -> list[str]:
-    """The states of a group: every parameter must have the same."""
+def _kinds(
+    names: Sequence[str], states: Mapping[str, Mapping[str, Item]], single: frozenset[str], *, is_flat: bool
+) -> list[str]:
+    """The states of a group. Flat tensors want the same of every parameter; torch has none where no gradient was."""
     kinds = list(dict.fromkeys(k for n in names for k in states.get(n, {}) if k not in single))
-    for kind in kinds:
+    for kind in kinds if is_flat else ():
         without = next((n for n in names if kind not in states.get(n, {})), None)
         if without is not None:
             raise Unsupported(

@@ -14,6 +14,7 @@ from tests.formats.deepspeed.test_read import config_of, source
 from tests.support.checkpoints import digest, digests, fixture
 from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
+from tests.support.plain import torch_tree
 from tests.support.saving import adamw, arange, torch_save
 
 MOST = "deepspeed/zero1-dp2-bf16"
@@ -360,3 +361,21 @@ def test_files_names_become_those_of_the_model_that_loads_them(tmp_path):
     config.write_text(json.dumps(said))  # a run's own names are those of its memory already, whatever the config says
     good("convert", tmp_path / "asked", tmp_path / "run", "--to", "deepspeed", "--model-config", config)
     assert held(tmp_path / "run") == digests(files)
+
+
+def test_a_parameter_without_gradient_has_no_state_at_stage_0_and_no_place_in_flat_tensors(tmp_path):
+    """torch.optim makes a parameter's state at its first gradient."""
+    weights = {n: np.arange(k, dtype=np.float32).reshape(s) for n, k, s in (("a", 6, (2, 3)), ("unused", 4, (4,)))}
+    moments = {k: weights["a"] + i for i, k in enumerate(("exp_avg", "exp_avg_sq"), 1)}
+    state = {"a": {"step": np.array(3, np.float32), **moments}}
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    optimizer = {"state": state, "param_groups": [{**settings, "params": ["a", "unused"]}]}
+    source = torch_save(tmp_path / "state.pt", {"model": weights, "optimizer": optimizer})
+    good("convert", source, tmp_path / "out", "--to", "deepspeed", "--zero-stage", "0")
+    tree = torch_tree(next((tmp_path / "out").rglob("mp_rank_00_model_states.pt")))
+    assert [list(s) for s in tree["optimizer"]["state"].values()] == [["step", "exp_avg", "exp_avg_sq"]]
+    assert [g["params"] for g in tree["optimizer"]["param_groups"]] == [[0, 1]]
+    assert document("diff", source, tmp_path / "out", "--optimizer")["equal"]
+    for stage in ("1", "2", "3"):
+        error = refused("convert", source, tmp_path / stage, "--to", "deepspeed", "--zero-stage", stage, code=3)
+        assert error["what"] == "unused has no exp_avg, and others of its param group have"
