@@ -42,7 +42,7 @@ def plain(parts: list[Part], here: RankFile, out: Found) -> None:
     """Moments and masters by number, groups in order."""
     apart = out.facts.ep > 1
     for part in parts:
-        found = members(part, here.params, experts_apart=apart, where=here.opened.path)
+        found = members(part, here.params, out.facts, experts_apart=apart, where=here.opened.path)
         _grouped(part, found, here, out)
         for number, (group, params) in enumerate(zip(part.groups, found, strict=True)):
             listed = group.get("params")
@@ -97,7 +97,7 @@ def distributed(parts: list[Part], here: RankFile, reader: FileBytes, out: Found
     opened = opened_file(reader, out)
     number = len(out.sources) - 1
     for part in parts:
-        found = members(part, here.params, experts_apart=out.facts.ep > 1, where=here.opened.path)
+        found = members(part, here.params, out.facts, experts_apart=out.facts.ep > 1, where=here.opened.path)
         _grouped(part, found, here, out)
     trees = opened.root if isinstance(opened.root, list) else [opened.root]
     for position, tree in enumerate(trees):

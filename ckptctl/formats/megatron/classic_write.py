@@ -18,7 +18,7 @@ from ckptctl.formats.megatron import model, runargs, stages
 from ckptctl.formats.megatron.buffers import STATE_KEYS, laid_out, slot_name
 from ckptctl.formats.megatron.groups import Param
 from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE, Rank, folder_name
-from ckptctl.formats.megatron.state import Sort, family_of
+from ckptctl.formats.megatron.state import Sort
 from ckptctl.formats.megatron.write import F32, MOMENTS, Target, common
 from ckptctl.formats.torch.write import TorchTree
 
@@ -143,7 +143,7 @@ class _Layout:
         """The value of `optimizer`: one, or a list of two where experts are apart."""
         assert self.target.groups is not None
         apart = self.facts.ep > 1
-        parts = [self.part(families, rank, made) for families in self.target.groups.chained(apart=apart)]
+        parts = [self.part(families, rank, made) for families in self.target.groups.chained()]
         return parts if apart else parts[0]
 
     def part(self, families: list[Sort], rank: Rank, made: TorchTree) -> Tree:
@@ -155,7 +155,7 @@ class _Layout:
         listed: list[dict[str, Tree]] = []
         masters: list[list[Tree]] = []
         for fam in families:
-            mine = [n for _, n in params if family_of(n, self.local[n], apart=self.facts.ep > 1) == fam]
+            mine = [n for _, n in params if groups.sorting.sort_of(n, self.local[n]) == fam]
             settings = dict(groups.of[fam])
             if groups.step is not None:
                 settings["step"] = int(groups.step)

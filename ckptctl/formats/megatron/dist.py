@@ -184,7 +184,7 @@ def _optimizer(tree: Tree, folder: Folder, out: Found) -> None:
     out.distributed = any("param_state_sharding_type" in p.rest for p in parts) or flat.is_flat(folder.index)
     for part in parts:
         common = part.state.get("common_step")
-        for group, of in zip(part.groups, members(part, params, experts_apart=apart, where=COMMON), strict=True):
+        for group, of in zip(part.groups, members(part, params, out.facts, experts_apart=apart, where=COMMON), strict=True):
             out.add_group(settings(group), (p.name for p in of), number_of(group.get("step", common)), COMMON)
     if flat.is_flat(folder.index):
         out.has_optimizer = True

@@ -271,7 +271,7 @@ def _common(target: Target, made: TorchTree, *, is_stacked: bool) -> dict[str, T
         content["non_homogeneous_layers"] = True
     if groups is not None:
         apart = facts.ep > 1
-        parts = [_part(target, families, made) for families in groups.chained(apart=apart)]
+        parts = [_part(target, families, made) for families in groups.chained()]
         root["optimizer"] = dict(enumerate(parts)) if apart else parts[0]
         root["opt_param_scheduler"] = rest["opt_param_scheduler"]
         if target.distributed:

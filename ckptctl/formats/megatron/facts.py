@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 1 << 20
 MOST_LAYERS = 100_000
+_OLD_DECAY = "apply_wd_to_qk_layernorm"
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
@@ -107,6 +108,15 @@ class Facts:
         if "untie_embeddings_and_output_weights" in self.args:
             return not self.flag("untie_embeddings_and_output_weights")
         return False
+
+    @property
+    def decays_norms(self) -> bool:
+        """Whether norms of queries and keys decay: those that are modules of their own, which latent attention lacks.
+
+        Source: core_v0.16.1, megatron/training/arguments.py, --apply-wd-to-qk-layernorm, and what it was called before.
+        """
+        said = self.flag("apply_wd_to_qk_layernorm") or self.args.get("no_weight_decay_cond_type") == _OLD_DECAY
+        return said and not self.flag("multi_latent_attention")
 
     @property
     def true_vocabulary(self) -> int | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ckptctl.core.values import Tree
+    from ckptctl.formats.megatron.facts import Facts
 
 FOREIGN_FIELDS = ("params", "step", "is_expert_parallel")
 """What stands in a group of a file besides its settings: its parameters, their count, and what the mesh says."""
@@ -71,17 +72,31 @@ def parts_of(tree: Tree, where: str) -> list[Part]:
     return [Part(groups, state if isinstance(state, dict) else {}, held, rest)]
 
 
-def members(part: Part, params: Iterable[Param], *, experts_apart: bool, where: str) -> list[list[Param]]:
+def is_decoupled(group: Mapping[str, Tree], facts: Facts) -> bool:
+    """Whether a group has the learning rate of --decoupled-lr, as embedding and head then do.
+
+    Up to 0.15 it says so; from 0.16 on it only has bounds of its own, and is not the default.
+    Source: core_v0.16.1, core/optimizer/__init__.py, get_standard_config_overrides, _get_param_groups.
+    """
+    if group.get("is_decoupled_lr"):
+        return True
+    decays = group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0
+    return decays and group.get("default_config") is False and facts.args.get("decoupled_lr") is not None
+
+
+def members(
+    part: Part, params: Iterable[Param], facts: Facts, *, experts_apart: bool, where: str
+) -> list[list[Param]]:
     """The parameters of each group of one optimizer, in the group's order.
 
     experts_apart: expert-parallel ranks differ, so that experts are in groups of their own. Unsupported where a group's
     settings do not say whose they are: a wrong guess would give moments to other parameters.
     """
     every = list(params)
-    decoupled = any(bool(g.get("is_decoupled_lr")) for g in part.groups)
+    decoupled = any(is_decoupled(g, facts) for g in part.groups)
     out: list[list[Param]] = []
     for number, group in enumerate(part.groups):
-        found = [p for p in every if _is_of(p, group, experts_apart=experts_apart, decoupled=decoupled)]
+        found = [p for p in every if _is_of(p, group, facts, experts_apart=experts_apart, decoupled=decoupled)]
         listed = group.get("params")
         if isinstance(listed, list) and len(listed) != len(found):
             raise Unsupported(
@@ -105,14 +120,14 @@ def members(part: Part, params: Iterable[Param], *, experts_apart: bool, where: 
     return out
 
 
-def _is_of(param: Param, group: Mapping[str, Tree], *, experts_apart: bool, decoupled: bool) -> bool:
+def _is_of(param: Param, group: Mapping[str, Tree], facts: Facts, *, experts_apart: bool, decoupled: bool) -> bool:
     """Whether a group's settings are those of a parameter."""
     wd_mult = group.get("wd_mult", group.get("pre_wd_mult", 1.0))
     if bool(group.get("is_expert_parallel")) != (experts_apart and model.is_expert(param.name)):
         return False
-    if bool(group.get("is_decoupled_lr")) != (decoupled and param.name in model.VOCABULARY):
+    if is_decoupled(group, facts) != (decoupled and param.name in model.VOCABULARY):
         return False
-    return model.decays(param.name, param.shape) == bool(wd_mult != 0)
+    return model.decays(param.name, param.shape, norms=facts.decays_norms) == bool(wd_mult != 0)
 
 
 def settings(group: Mapping[str, Tree]) -> dict[str, Tree]:
@@ -120,4 +135,4 @@ def settings(group: Mapping[str, Tree]) -> dict[str, Tree]:
     return {str(k): v for k, v in group.items() if k not in FOREIGN_FIELDS}
 
 
-__all__ = ["Param", "Part", "members", "parts_of", "settings"]
+__all__ = ["Param", "Part", "is_decoupled", "members", "parts_of", "settings"]

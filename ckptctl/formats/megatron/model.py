@@ -66,6 +66,7 @@ _ORDER = (
     "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.router", "mlp.experts",
     "mlp.shared_experts",
 )  # fmt: skip
+_QK_NORM = re.compile(r"self_attention\.[qk]_layernorm\.")
 BUFFERS = ("router.expert_bias", "router.local_tokens_per_expert")
 """Ends of names that are no parameters."""
 
@@ -150,8 +151,13 @@ def cut_axis(name: str) -> int | str | None:
     return ""
 
 
-def decays(name: str, shape: Shape) -> bool:
-    """Whether weight decay is usual for a parameter. Source: core_v0.16.1, core/optimizer/__init__.py."""
+def decays(name: str, shape: Shape, *, norms: bool = False) -> bool:
+    """Whether weight decay is usual for a parameter. norms: for those of queries and keys, too.
+
+    Source: core_v0.16.1, core/optimizer/__init__.py, get_standard_config_overrides.
+    """
+    if norms and _QK_NORM.search(name):
+        return True
     return len(shape) > 1 and not name.endswith(".bias")
 
 

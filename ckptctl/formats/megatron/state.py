@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Unsupported
 from ckptctl.formats.megatron import model
+from ckptctl.formats.megatron.groups import is_decoupled
 from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.torchgroups import TORCH_ADAM
 
@@ -15,16 +16,45 @@ if TYPE_CHECKING:
 
     from ckptctl.core.checkpoint import Optimizer
     from ckptctl.core.values import Tree
+    from ckptctl.formats.megatron.facts import Facts
 
 TRAINING = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """Which parameters one group of a Megatron run has: matrices or the rest, experts apart or not."""
+    """Which parameters one group of a Megatron run has: matrices or the rest, experts apart or not, decoupled or not.
+
+    decoupled: embedding and head, where they have a learning rate of their own (--decoupled-lr).
+    """
 
     decays: bool
     experts: bool
+    decoupled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sorting:
+    """How a run sorts parameters into groups. apart: experts have groups of their own; norms: facts.decays_norms."""
+
+    apart: bool
+    decoupled: bool = False
+    norms: bool = False
+
+    def sort_of(self, name: str, shape: tuple[int, ...]) -> Sort:
+        """Which group a parameter is of."""
+        experts = self.apart and model.is_expert(name)
+        decays = model.decays(name, shape, norms=self.norms)
+        return Sort(decays, experts, self.decoupled and name in model.VOCABULARY)
+
+
+def sorting_of(facts: Facts, optimizer: Optimizer, *, apart: bool) -> Sorting:
+    """How the run of these facts sorts. Where they do not say whether rates are decoupled, the source's groups do."""
+    if "decoupled_lr" in facts.args:
+        decoupled = facts.args["decoupled_lr"] is not None
+    else:
+        decoupled = any(is_decoupled(g.options, facts) for g in optimizer.groups)
+    return Sorting(apart, decoupled, facts.decays_norms)
 
 
 @dataclass(frozen=True)
@@ -34,18 +64,14 @@ class Groups:
     of: Mapping[Sort, Mapping[str, Tree]]
     step: int | None
     notes: tuple[str, ...]
+    sorting: Sorting
 
-    def chained(self, *, apart: bool) -> list[list[Sort]]:
+    def chained(self) -> list[list[Sort]]:
         """The groups of each optimizer: one, or the dense ones' and the experts'."""
-        order = sorted(self.of, key=lambda f: (f.experts, not f.decays))
-        if not apart:
+        order = sorted(self.of, key=lambda f: (f.experts, not f.decays, f.decoupled))
+        if not self.sorting.apart:
             return [order]
         return [[f for f in order if not f.experts], [f for f in order if f.experts]]
-
-
-def family_of(name: str, shape: tuple[int, ...], *, apart: bool) -> Sort:
-    """Which group a parameter is of."""
-    return Sort(model.decays(name, shape), apart and model.is_expert(name))
 
 
 def groups_of(
@@ -53,13 +79,15 @@ def groups_of(
     shapes: Mapping[str, tuple[int, ...]],
     step: int | None,
     *,
-    apart: bool,
+    sorting: Sorting,
+    facts: Facts,
     distributed: bool,
     constants: Mapping[str, Tree] | None = None,
 ) -> Groups:
     """Megatron's groups with the settings of the source's.
 
-    step is the count of updates; constants are those of the schedule that goes on, where it is not the source's.
+    step is the count of updates; constants are those of the schedule that goes on, where it is not the source's, and
+    facts those of its run.
     Unsupported where parameters of one of Megatron's groups train differently in the source.
     """
     of: dict[Sort, dict[str, Tree]] = {}
@@ -75,7 +103,7 @@ def groups_of(
                 fix="take the weights alone with --no-optimizer",
                 code="optimizer-groups",
             )
-        fam = family_of(name, shape, apart=apart)
+        fam = sorting.sort_of(name, shape)
         said = tuple(_plain(group.options.get(k)) for k in TRAINING)
         if fam in first and first[fam][1] != said:
             other, values = first[fam]
@@ -90,8 +118,10 @@ def groups_of(
         if fam not in first:
             first[fam] = (name, said)
             of[fam] = _settings(group.options, fam, distributed=distributed)
-            if constants is not None and not of[fam]["is_decoupled_lr"]:
+            if constants is not None:
                 of[fam] |= {k: constants[k] for k in ("max_lr", "min_lr") if k in constants}
+                own = {"max_lr": "decoupled_lr", "min_lr": "decoupled_min_lr"} if fam.decoupled else {}
+                of[fam] |= {k: facts.args[v] for k, v in own.items() if facts.args.get(v) is not None}
     for fam, settings in of.items():
         if not fam.decays and settings["weight_decay"]:
             notes.append(
@@ -100,7 +130,7 @@ def groups_of(
             )
             settings["weight_decay"] = 0.0
         settings["wd_mult"] = settings.get("wd_mult", 1.0) if fam.decays else 0.0
-    return Groups(of, step, tuple(notes))
+    return Groups(of, step, tuple(notes), sorting)
 
 
 def _plain(value: Tree) -> Any:
@@ -111,10 +141,10 @@ def _settings(options: Mapping[str, Tree], fam: Sort, *, distributed: bool) -> d
     lr = options.get("lr", 0.0)
     out: dict[str, Tree] = {
         "is_expert_parallel": fam.experts,
-        "default_config": options.get("default_config", True),
+        "default_config": not fam.decoupled and options.get("default_config", True),
         "wd_mult": options.get("wd_mult", options.get("pre_wd_mult", 1.0)),
         "lr_mult": options.get("lr_mult", options.get("pre_lr_mult", 1.0)),
-        "is_decoupled_lr": options.get("is_decoupled_lr", False),
+        "is_decoupled_lr": fam.decoupled and options.get("is_decoupled_lr", False),
     }
     # Without bounds of its own a group has the run's, by its flags. Source: core/optimizer_param_scheduler.py, get_lr.
     out |= {k: options[k] for k in ("max_lr", "min_lr") if k in options}

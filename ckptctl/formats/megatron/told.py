@@ -114,9 +114,9 @@ def _scheduler_lines(target: Target, written: Tree) -> list[Line]:
     lines = [Line("scheduler", "written", f"the curve of --like, at sample {samples}")]
     now = schedule.lr_at(written, samples)
     assert target.groups is not None
-    for settings in target.groups.of.values():
+    for sort, settings in target.groups.of.items():
         before = settings["lr"]
-        if now is not None and not settings["is_decoupled_lr"] and abs(now - before) > 1e-9 * max(now, before):
+        if now is not None and not sort.decoupled and abs(now - before) > 1e-9 * max(now, before):
             lines.append(
                 Line(
                     "learning rate", "converted", f"it goes on with {now:g} by that curve, the source was at {before:g}"
