@@ -6,6 +6,7 @@ hold alike to compare them.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from ckptctl.formats import Hints
 
+_CHUNK = re.compile(r"model(\d{1,6})")
 _TOP = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
 
 
@@ -119,6 +121,7 @@ def _rank(file: FileAt, rank: Rank, out: Found) -> tuple[Tree, Counter[tuple[int
         tree, beside = None if out.weights_only else root.get("optimizer"), file.beside
         if tree is not None and beside is not None:
             parts = parts_of(tree, opened.path)
+            out.add_scaler([p.rest for p in parts], reader)
             if beside.is_file():
                 out.distributed = out.has_optimizer = True
                 name = f"{file.name.rpartition('/')[0]}/{beside.name}"
@@ -202,7 +205,19 @@ def _require_same_save(root: Mapping[Any, Tree], opened: TorchFile, out: Found) 
 
 
 def _chunks(root: Mapping[Any, Tree], vpp: int, where: str) -> Iterator[tuple[int, Mapping[str, Tree]]]:
-    """Each chunk of layers of a rank: model, or model0, model1, ... A stage without layers may lack its own."""
+    """Each chunk of layers of a rank: model, or model0, model1, ... A stage without layers may lack its own.
+
+    Damaged where there are more than args say: their layers would be let go.
+    """
+    more = [k for k in root if (n := _CHUNK.fullmatch(str(k))) and int(n[1]) >= (vpp if "model" not in root else 0)]
+    if more:
+        raise Damaged(
+            f"a rank's file has {more[0]}, and args say {vpp} chunks a stage",
+            where=where,
+            why="each chunk has layers of its own, and how many there are says which",
+            fix="take a checkpoint whose args are whole",
+            code="args-missing" if vpp == 1 else "args-damaged",
+        )
     if isinstance(root.get("model"), dict):
         yield 0, root["model"]
         return
@@ -246,7 +261,7 @@ def _model(root: Mapping[Any, Tree], here: RankFile, out: Found) -> None:
     for chunk, tree in _chunks(root, facts.vpp, opened.path):
         names = {k: (model.local_name(k), v) for k, v in _flat(tree)}
         out.fused = out.fused or any(model.is_fused(k) for k, (_, v) in names.items() if isinstance(v, TensorRef))
-        refs = {n: v for n, v in names.values() if isinstance(v, TensorRef) and not n.endswith("_extra_state")}
+        refs = _tensors(names, opened, out)
         _extra_state(names, opened.path, out)
         shapes = {n: v.shape for n, v in refs.items()}
         predicted.require_readable(shapes, facts, opened.path)
@@ -271,6 +286,27 @@ def _model(root: Mapping[Any, Tree], here: RankFile, out: Found) -> None:
             if layer is not None:
                 out.layers.add(layer + spot.first_layer)
             put(name, chunk, "weight", here.span(ref), 0, ref.shape, here, out)
+
+
+def _tensors(names: Mapping[str, tuple[str, Tree]], opened: TorchFile, out: Found) -> dict[str, TensorRef]:
+    """The weights by their names here. What is no tensor is told, and Damaged where two have one name."""
+    refs: dict[str, TensorRef] = {}
+    called: dict[str, str] = {}
+    for key, (name, value) in names.items():
+        if name.endswith("_extra_state") or value is None:
+            continue
+        if not isinstance(value, TensorRef):
+            out.unsupported.append((f"{opened.path}: {key}", "it stands among the weights and is no plain tensor"))
+            continue
+        if name in refs:
+            raise Damaged(
+                f"{called[name]} and {key} are one parameter",
+                where=opened.path,
+                why="which of the two the run has is in no file",
+                code="names-twice",
+            )
+        refs[name], called[name] = value, key
+    return refs
 
 
 def _extra_state(names: Mapping[str, tuple[str, Tree]], where: str, out: Found) -> None:

@@ -16,15 +16,16 @@ from ckptctl.core.output import Fill, OutputFile, Segment
 from ckptctl.core.values import Array, Global, OrderedPairs, TensorRef, Tree
 from ckptctl.formats.megatron import model, runargs, stages
 from ckptctl.formats.megatron.buffers import STATE_KEYS, laid_out, slot_name
+from ckptctl.formats.megatron.found import SCALER
 from ckptctl.formats.megatron.groups import Param
 from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE, Rank, folder_name
-from ckptctl.formats.megatron.state import Sort
 from ckptctl.formats.megatron.write import F32, MOMENTS, Target, common
 from ckptctl.formats.torch.write import TorchTree
 
 if TYPE_CHECKING:
     from ckptctl.core.output import Region
     from ckptctl.formats.megatron.buffers import Buffer
+    from ckptctl.formats.megatron.state import Sort
     from ckptctl.formats.target import Line
 
 _LINEAR = re.compile(r"(.*(?:linear_\w+|output_layer))\.(?:weight|bias)$")
@@ -167,10 +168,11 @@ class _Layout:
                 halves = [n for n in mine if self.target.dtype(n, "weight").name != "float32"]
                 masters.append([self.tensor(n, "master", rank, made) for n in halves])
             listed.append(settings)
+        scaler = {} if self.target.scaler is None else {SCALER: made.value(self.target.scaler)}
         if self.target.distributed:
-            return {"optimizer": {"param_groups": listed}}
+            return {"optimizer": {"param_groups": listed}, **scaler}
         inner = {"state": state, "param_groups": listed}
-        return {"optimizer": inner, "fp32_from_fp16_params": masters} if any(masters) else inner
+        return {"optimizer": inner, **scaler, "fp32_from_fp16_params": masters} if any(masters) else inner
 
     def state(self, name: str, rank: Rank, made: TorchTree, step: Tree) -> dict[str, Tree]:
         """Step and moments of one parameter, as torch's AdamW has them."""

@@ -160,6 +160,8 @@ def _weights(folder: Folder, out: Found) -> None:
                 code="optimizer-unknown",
             )
         key = key.removeprefix("module.").removeprefix("model.")
+        if Key(key, kind) in raw:
+            raise Damaged(f"{name} is there under another name, too", where=NAME, code="names-twice")
         raw[Key(key, kind)] = folder.tensor(name, Key(key, kind))
     out.has_optimizer = any(k.kind != "weight" for k in raw)
     shaped = unflattened(raw)
@@ -181,10 +183,13 @@ def _optimizer(tree: Tree, folder: Folder, out: Found) -> None:
     params = [Param(n, out.tensors[Key(n)].shape, 0, out.tensors[Key(n)].dtype.name) for n in weights]
     params = [p for p in params if not (tied and p.name == model.HEAD)]
     apart = len(parts) > 1 and any(bool(g.get("is_expert_parallel")) for p in parts for g in p.groups)
+    out.add_scaler([p.rest for p in parts], None)
     out.distributed = any("param_state_sharding_type" in p.rest for p in parts) or flat.is_flat(folder.index)
     for part in parts:
         common = part.state.get("common_step")
-        for group, of in zip(part.groups, members(part, params, out.facts, experts_apart=apart, where=COMMON), strict=True):
+        for group, of in zip(
+            part.groups, members(part, params, out.facts, experts_apart=apart, where=COMMON), strict=True
+        ):
             out.add_group(settings(group), (p.name for p in of), number_of(group.get("step", common)), COMMON)
     if flat.is_flat(folder.index):
         out.has_optimizer = True

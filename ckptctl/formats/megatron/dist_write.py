@@ -18,6 +18,7 @@ from ckptctl.core.tensor import Key, Part, Tensor
 from ckptctl.formats.dcp.write import Named, laid_out
 from ckptctl.formats.megatron import model, predicted, runargs
 from ckptctl.formats.megatron.classic_write import step_array
+from ckptctl.formats.megatron.found import SCALER
 from ckptctl.formats.megatron.write import MOMENTS, ZEROS, Target, common
 from ckptctl.formats.target import Choices, Item, Line
 from ckptctl.formats.torch.write import TorchTree
@@ -294,12 +295,13 @@ def _part(target: Target, families: list[Sort], made: TorchTree) -> Tree:
         if groups.step is not None and target.distributed:
             settings["step"] = int(groups.step)
         listed.append(settings)
+    scaler = {} if target.scaler is None else {SCALER: made.value(target.scaler)}
     if target.distributed:
-        return {"optimizer": {"param_groups": listed}, "param_state_sharding_type": "fully_reshardable"}
+        return {"optimizer": {"param_groups": listed}, **scaler, "param_state_sharding_type": "fully_reshardable"}
     state = {"common_step": made.array(step_array(groups.step))} if groups.step is not None else {}
     inner = {"state": state, "param_groups": listed}
     halves = any(target.dtype(n, "weight").name != "float32" for n in target.parameters)
-    return {"optimizer": inner} if halves else inner
+    return {"optimizer": inner, **scaler} if halves else inner
 
 
 __all__ = ["files"]

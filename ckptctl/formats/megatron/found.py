@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import MASTER, Group, Optimizer, UnsafeGlobal
 from ckptctl.core.errors import Damaged
 from ckptctl.core.tensor import Key
-from ckptctl.core.values import Array, Tree
+from ckptctl.core.values import Array, TensorRef, Tree
 from ckptctl.formats.megatron import model
 from ckptctl.formats.megatron.collect import Whole
+from ckptctl.formats.pickles.nodes import show
+from ckptctl.formats.torchtensor import VALUE_LIMIT, map_leaves, read_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ckptctl.core.tensor import Source, Tensor
+    from ckptctl.formats.bytesource import ByteSource
     from ckptctl.formats.megatron.facts import Facts
+
+SCALER = "grad_scaler"
+"""The loss scale of a float16 run, in an optimizer's state and among values."""
+_REST = (SCALER, "param_state_sharding_type")
 
 
 @dataclass
@@ -67,6 +75,30 @@ class Found:
             for name in listed:
                 self.add_step(name, step, where)
 
+    def add_scaler(self, rest: Iterable[Mapping[str, Tree]], reader: ByteSource | None) -> None:
+        """The loss scale of a float16 run, from what else optimizers of one file hold: all ranks have the same.
+
+        reader: of the file that its tensors lie in, None where they are read.
+        Source: Megatron-LM core_v0.16.1, core/optimizer/optimizer.py, MixedPrecisionOptimizer.state_dict.
+        """
+        where = "common.pt" if reader is None else reader.path
+        for held in rest:
+            scaler = held.get(SCALER)
+            if reader is not None:
+                scaler = map_leaves(scaler, partial(_small, reader=reader))
+            said = self.values.setdefault(SCALER, scaler) if scaler else scaler
+            if scaler and repr(said) != repr(scaler):
+                raise Damaged(
+                    "ranks do not agree on the loss scale",
+                    where=where,
+                    why=f"{show(scaler)} here, {show(said)} elsewhere",
+                    fix="take all ranks' files from one save",
+                    code="ranks-differ",
+                )
+            unknown = [k for k in held if k not in _REST]
+            if unknown and not any(unknown[0] in w for w in self.warnings):
+                self.warnings.append(f"{where}: the optimizer's {', '.join(unknown)} are not read")
+
     def add_step(self, name: str, step: Tree, where: str) -> None:
         """A parameter's count of updates, which all files must say alike."""
         said = self.steps.setdefault(name, step)
@@ -78,6 +110,10 @@ class Found:
                 fix="take all ranks' files from one save",
                 code="ranks-differ",
             )
+
+
+def _small(ref: TensorRef, _: object, reader: ByteSource) -> Tree:
+    return read_array(ref, reader, VALUE_LIMIT)
 
 
 def require_states(found: Found, where: str) -> None:

@@ -84,9 +84,7 @@ def is_decoupled(group: Mapping[str, Tree], facts: Facts) -> bool:
     return decays and group.get("default_config") is False and facts.args.get("decoupled_lr") is not None
 
 
-def members(
-    part: Part, params: Iterable[Param], facts: Facts, *, experts_apart: bool, where: str
-) -> list[list[Param]]:
+def members(part: Part, params: Iterable[Param], facts: Facts, *, experts_apart: bool, where: str) -> list[list[Param]]:
     """The parameters of each group of one optimizer, in the group's order.
 
     experts_apart: expert-parallel ranks differ, so that experts are in groups of their own. Unsupported where a group's

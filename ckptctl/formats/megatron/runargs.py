@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DIVISOR = 128
 """--make-vocab-size-divisible-by. Source: Megatron-LM core_v0.16.1, megatron/training/arguments.py."""
+_TYPES = (("bf16", "bfloat16"), ("fp16", "float16"))
 _UNEVEN = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -146,11 +147,10 @@ def target_facts(
             consumed_train_samples=samples_of(source, like, step),
             consumed_valid_samples=0,
             skipped_train_samples=0,
-            bf16=dtype == "bfloat16",
-            fp16=dtype == "float16",
-            params_dtype=Global("torch", dtype),
             rank=0,
         )
+    if not source_args(source) or any(bool(args.get(flag)) != (dtype == name) for flag, name in _TYPES):
+        args.update({flag: dtype == name for flag, name in _TYPES}, params_dtype=Global("torch", dtype))
     if choices.layer_spec or not source_args(source):
         args["transformer_impl"] = "transformer_engine" if spec == "te" else "local"
     if before.experts:
@@ -193,7 +193,7 @@ def samples_of(source: Checkpoint, like: Like | None, step: int | None) -> int:
 def _require_type(like: Like | None, dtype: str) -> None:
     """Unsupported where the run that the result is for trains in another type than the weights have."""
     said = {} if like is None else like.args
-    for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+    for flag, name in _TYPES:
         if flag in said and bool(said[flag]) != (dtype == name):
             assert like is not None
             raise Unsupported(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import part_of
 from ckptctl.formats.megatron import runargs, schedule, seeds
+from ckptctl.formats.megatron.found import SCALER
 from ckptctl.formats.target import Line
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ckptctl.formats.megatron.write import Target
     from ckptctl.formats.target import Choices
 
-OWN_VALUES = ("num_floating_point_operations_so_far", "opt_param_scheduler", "iteration")
+OWN_VALUES = (SCALER, "num_floating_point_operations_so_far", "opt_param_scheduler", "iteration")
 
 
 def lines_of(
@@ -58,6 +59,8 @@ def lines_of(
         lines += _scheduler_lines(target, common["opt_param_scheduler"])
     if target.content.source.format != "megatron" and target.step is not None:
         lines.append(Line("counters", "written", f"iteration {target.step}, {_samples_said(target)}"))
+    if target.groups is not None and (facts.flag("fp16") or SCALER in target.content.values):
+        lines.append(_scaler_line(target))
     dropped = [n for n in target.content.values if part_of(n) in ("rng", "other") and n not in OWN_VALUES]
     if dropped:
         lines.append(Line("other values", "dropped", f"{', '.join(dropped)}: Megatron has no place for them"))
@@ -93,6 +96,14 @@ def _random_line(target: Target) -> Line:
     if has:
         return Line("random state", "dropped", "no run goes on from weights alone: load with --no-load-rng")
     return Line("random state", "absent", "the source has none: load with --no-load-rng")
+
+
+def _scaler_line(target: Target) -> Line:
+    if target.scaler is not None:
+        return Line("loss scale", "carried", "with its counters")
+    if not target.facts.flag("fp16"):
+        return Line("loss scale", "dropped", "only a float16 run has one")
+    return Line("loss scale", "absent", "the source has none of Megatron's: the run begins with its own")
 
 
 def _samples_said(target: Target) -> str:

@@ -13,6 +13,7 @@ from ckptctl.core.errors import StateNotCarried, Unsupported, Usage
 from ckptctl.core.output import Fill, OutputFile, Put, Region
 from ckptctl.core.tensor import Key
 from ckptctl.formats.megatron import model, predicted, runargs, schedule, seeds, stages, state, told
+from ckptctl.formats.megatron.found import SCALER
 from ckptctl.formats.megatron.read import TRACKER
 from ckptctl.formats.target import Choices, Content, Item, Line, Written
 
@@ -61,6 +62,13 @@ class Target:
             return seeds.seeded(self.facts, tp_rank, pp_rank, ep_rank)
         found = self.content.source.native.get("rng_state")
         return found.get((pp_rank, tp_rank, third)) if self.random == "kept" and isinstance(found, dict) else None
+
+    @property
+    def scaler(self) -> Mapping[str, Tree] | None:
+        """The loss scale that a float16 run goes on with; None for other runs, and where the source has none."""
+        found = self.content.values.get(SCALER)
+        is_own = isinstance(found, dict) and {"scale", "growth_tracker"} <= set(found)
+        return found if is_own and isinstance(found, dict) and self.facts.flag("fp16") else None
 
     @property
     def parameters(self) -> list[str]:
