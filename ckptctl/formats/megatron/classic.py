@@ -19,7 +19,7 @@ from ckptctl.formats.bytesource import FileBytes
 from ckptctl.formats.megatron import classic_optimizer, model, predicted, runconfig
 from ckptctl.formats.megatron.collect import Whole
 from ckptctl.formats.megatron.facts import Facts, of_namespace
-from ckptctl.formats.megatron.found import Found, require_states
+from ckptctl.formats.megatron.found import Found, require_parts, require_states
 from ckptctl.formats.megatron.groups import Param, parts_of
 from ckptctl.formats.megatron.rankfile import FileAt, RankFile, opened_file, put
 from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE, Rank, by_rank, model_file, rank_folders
@@ -81,8 +81,7 @@ def read_files(files: Mapping[Rank, FileAt], out: Found, where: str) -> Found:
     if out.stateless:
         out.warnings.append(f"no rank has the optimizer's moments: {OPTIMIZER_FILE} is not there")
     out.tensors = dict(out.whole.tensors())
-    if out.distributed:
-        require_states(out, where)
+    (require_states if out.distributed else require_parts)(out, where)
     out.warnings += out.whole.warnings()
     return out
 
@@ -303,7 +302,7 @@ def _tensors(names: Mapping[str, tuple[str, Tree]], opened: TorchFile, out: Foun
                 f"{called[name]} and {key} are one parameter",
                 where=opened.path,
                 why="which of the two the run has is in no file",
-                code="names-twice",
+                code="duplicate-tensor",
             )
         refs[name], called[name] = value, key
     return refs

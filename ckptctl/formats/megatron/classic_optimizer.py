@@ -13,9 +13,10 @@ from ckptctl.formats.megatron import model
 from ckptctl.formats.megatron.buffers import STATE_KEYS, Buffer, laid_out, slot_name
 from ckptctl.formats.megatron.collect import Span
 from ckptctl.formats.megatron.found import Found, number_of
-from ckptctl.formats.megatron.groups import Param, Part, members, settings
+from ckptctl.formats.megatron.groups import Param, Part, ids_of, members, settings
 from ckptctl.formats.megatron.rankfile import RankFile, opened_file, put, whole_names
 from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE
+from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.torchtensor import read_array
 
 if TYPE_CHECKING:
@@ -43,14 +44,34 @@ def plain(parts: list[Part], here: RankFile, out: Found) -> None:
     apart = out.facts.ep > 1
     for part in parts:
         found = members(part, here.params, out.facts, experts_apart=apart, where=here.opened.path)
+        _require_listed(part, here.opened.path)
         _grouped(part, found, here, out)
         for number, (group, params) in enumerate(zip(part.groups, found, strict=True)):
-            listed = group.get("params")
-            ids = listed if isinstance(listed, list) else []
-            for identity, param in zip(ids, params, strict=True):
+            for identity, param in zip(ids_of(group), params, strict=True):
                 _state(identity, param, part, here, out)
-            if number < len(part.masters):
+            if part.masters:
                 _masters(part.masters[number], params, here, out)
+
+
+def _require_listed(part: Part, where: str) -> None:
+    """Damaged where numbers of groups and of states are not the same, or groups and their float32 copies."""
+    listed = [i for g in part.groups for i in ids_of(g)]
+    left = [i for i in part.state if i not in set(listed)]
+    if len(set(listed)) != len(listed) or left or any("params" not in g for g in part.groups):
+        raise Damaged(
+            "the optimizer's groups do not say which states are theirs",
+            where=where,
+            why=f"state {show(left[0])} is of none" if left else "they number no parameter, or one twice",
+            fix="take the weights alone with --no-optimizer",
+            code="optimizer-groups",
+        )
+    if part.masters and len(part.masters) != len(part.groups):
+        raise Damaged(
+            f"the optimizer has {len(part.groups)} groups, and float32 copies of {len(part.masters)}",
+            where=where,
+            fix="take the weights alone with --no-optimizer",
+            code="optimizer-groups",
+        )
 
 
 def _state(identity: Tree, param: Param, part: Part, here: RankFile, out: Found) -> None:

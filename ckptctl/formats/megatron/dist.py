@@ -24,7 +24,7 @@ from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, Index, read_ind
 from ckptctl.formats.megatron import flat, model, runconfig, zarr
 from ckptctl.formats.megatron.collect import Whole
 from ckptctl.formats.megatron.facts import Facts, of_namespace
-from ckptctl.formats.megatron.found import Found, number_of, require_states
+from ckptctl.formats.megatron.found import Found, number_of, require_parts, require_states
 from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
 from ckptctl.formats.megatron.groups import Part as Chained
 from ckptctl.formats.megatron.stacked import native, unflattened
@@ -161,7 +161,7 @@ def _weights(folder: Folder, out: Found) -> None:
             )
         key = key.removeprefix("module.").removeprefix("model.")
         if Key(key, kind) in raw:
-            raise Damaged(f"{name} is there under another name, too", where=NAME, code="names-twice")
+            raise Damaged(f"{name} is there under another name, too", where=NAME, code="duplicate-tensor")
         raw[Key(key, kind)] = folder.tensor(name, Key(key, kind))
     out.has_optimizer = any(k.kind != "weight" for k in raw)
     shaped = unflattened(raw)
@@ -196,8 +196,7 @@ def _optimizer(tree: Tree, folder: Folder, out: Found) -> None:
         out.tensors.update(flat.states(folder.index, folder.files, folder.heads, params, out))
     else:
         _require_right(params, folder, out)
-    if out.distributed:
-        require_states(out, NAME)
+    (require_states if out.distributed else require_parts)(out, NAME)
 
 
 def _parts(tree: Tree, folder: Folder) -> list[Chained]:

@@ -79,7 +79,10 @@ class Facts:
 
     @property
     def vpp(self) -> int:
-        """Chunks of layers a stage."""
+        """Chunks of layers a stage. A layout says it where nothing else does: it has a stage for each."""
+        layout = self.args.get("pipeline_model_parallel_layout")
+        if layout is not None and self.args.get("virtual_pipeline_model_parallel_size") is None:
+            return max(1, len(layout_counts(layout, self.where)) // self.pp)
         return max(1, self.number("virtual_pipeline_model_parallel_size", 1))
 
     @property
@@ -152,6 +155,39 @@ class Facts:
             raise Unsupported("--ddp-num-buckets decides the optimizer's buckets, which is not read", where=self.where)
         size = self.optional("ddp_bucket_size")
         return size if size is not None else max(40_000_000, 1_000_000 * dp)
+
+    def require_whole_stages(self) -> None:
+        """Damaged where what args say of stages does not give every layer to one, which Megatron refuses, too.
+
+        Source: core_v0.16.1, core/transformer/transformer_config.py, __post_init__.
+        """
+        layers, chunks = self.number("num_layers"), self.pp * self.vpp
+        layout = self.args.get("pipeline_model_parallel_layout")
+        ends = [n for n in ("decoder_first", "decoder_last") if self.optional(f"{n}_pipeline_num_layers") is not None]
+        if self.pp == 1:
+            return
+        if layout is not None:
+            counts = layout_counts(layout, self.where)
+            fits = sum(counts) == layers and len(counts) == chunks
+            said = f"a layout with {', '.join(map(str, counts))} layers"
+        elif ends:
+            own = [self.number(f"{n}_pipeline_num_layers") for n in ends]
+            rest, stages = layers - sum(own), self.pp - len(ends)
+            even = rest == 0 if stages == 0 else rest > 0 and rest % (stages * self.vpp) == 0
+            fits = even and all(n % self.vpp == 0 for n in own)
+            said = ", ".join(f"{n}_pipeline_num_layers {k}" for n, k in zip(ends, own, strict=True))
+        else:
+            more = sum(self.flag(f"account_for_{n}_in_pipeline_split") for n in ("embedding", "loss"))
+            fits, said = (layers + more) % chunks == 0, f"places for {more} more, embedding or loss"
+        parts = f" of {self.vpp} chunks" if self.vpp > 1 else ""
+        if not fits:
+            raise Damaged(
+                f"{layers} layers do not come out even in {self.pp} stages{parts}",
+                where=self.where,
+                why=f"args say {said}",
+                fix="give the flags of a run that there is, or another --pp or --vpp, which divides the layers",
+                code="mesh-does-not-divide",
+            )
 
     def first_layer(self, pp_rank: int, chunk: int) -> int:
         """The global number of the first layer of a chunk of a stage.

@@ -133,6 +133,33 @@ def require_states(found: Found, where: str) -> None:
             )
 
 
+def require_parts(found: Found, where: str) -> None:
+    """Damaged where a parameter has one state of its group's and not another, or moments and no master as others have.
+
+    None at all is well: it was not trained.
+    """
+    have: dict[str, set[str]] = {}
+    for key in found.tensors:
+        have.setdefault(key.name, set()).add(key.kind)
+    has_masters = any(MASTER in kinds for kinds in have.values())
+    for _, names in found.groups:
+        every = set().union(*(have.get(n, set()) for n in names)) - {"weight", MASTER}
+        for name in names:
+            kinds = have.get(name, set())
+            want = set(every)
+            if has_masters and found.tensors[Key(name)].dtype.name != "float32":
+                want.add(MASTER)
+            lacking = sorted(want - kinds)
+            if lacking and kinds & every:
+                raise Damaged(
+                    f"{name} has no {lacking[0]}",
+                    where=where,
+                    why=f"it has {', '.join(sorted(kinds - {'weight'}))}, and others have all of them",
+                    fix="check that every rank's file is whole, or take the weights alone with --no-optimizer",
+                    code="optimizer-damaged",
+                )
+
+
 def number_of(value: Tree) -> Tree:
     """A count that was saved as a 0-d tensor, as the number that it is."""
     if isinstance(value, Array) and len(value.data) <= 16:

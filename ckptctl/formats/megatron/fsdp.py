@@ -18,7 +18,7 @@ from ckptctl.formats.dcp.metadata import NAME, ByteItem, Chunks, read_index
 from ckptctl.formats.megatron import model
 from ckptctl.formats.megatron.dist import KINDS, Folder
 from ckptctl.formats.megatron.facts import of_namespace
-from ckptctl.formats.megatron.found import Found, number_of
+from ckptctl.formats.megatron.found import Found, number_of, require_parts
 from ckptctl.formats.megatron.groups import settings
 from ckptctl.formats.megatron.stacked import native
 
@@ -94,6 +94,7 @@ def read(path: Path, hints: Hints) -> Found:
     out.iteration = iteration if isinstance(iteration, int) else None
     out.values.update(values)
     _groups(options, out)
+    require_parts(out, NAME)
     return out
 
 

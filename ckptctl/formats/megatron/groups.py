@@ -72,6 +72,12 @@ def parts_of(tree: Tree, where: str) -> list[Part]:
     return [Part(groups, state if isinstance(state, dict) else {}, held, rest)]
 
 
+def ids_of(group: Mapping[str, Tree]) -> list[Tree]:
+    """The numbers of a group's parameters; none where it has none."""
+    listed = group.get("params")
+    return list(listed) if isinstance(listed, (list, tuple)) else []
+
+
 def is_decoupled(group: Mapping[str, Tree], facts: Facts) -> bool:
     """Whether a group has the learning rate of --decoupled-lr, as embedding and head then do.
 
@@ -95,10 +101,10 @@ def members(part: Part, params: Iterable[Param], facts: Facts, *, experts_apart:
     out: list[list[Param]] = []
     for number, group in enumerate(part.groups):
         found = [p for p in every if _is_of(p, group, facts, experts_apart=experts_apart, decoupled=decoupled)]
-        listed = group.get("params")
-        if isinstance(listed, list) and len(listed) != len(found):
+        count = len(ids_of(group))
+        if "params" in group and count != len(found):
             raise Unsupported(
-                f"param group {number} has {len(listed)} parameters, and {len(found)} of the model's fit its settings",
+                f"param group {number} has {count} parameters, and {len(found)} of the model's fit its settings",
                 where=where,
                 why="parameters are numbered by how decay and learning rates are grouped, and no file says it",
                 fix="take the weights alone with --no-optimizer",
@@ -133,4 +139,4 @@ def settings(group: Mapping[str, Tree]) -> dict[str, Tree]:
     return {str(k): v for k, v in group.items() if k not in FOREIGN_FIELDS}
 
 
-__all__ = ["Param", "Part", "is_decoupled", "members", "parts_of", "settings"]
+__all__ = ["Param", "Part", "ids_of", "is_decoupled", "members", "parts_of", "settings"]

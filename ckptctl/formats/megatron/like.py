@@ -116,7 +116,7 @@ def _mesh(facts: Facts) -> dict[str, Any]:
     own = {
         "tp": facts.optional("tensor_model_parallel_size"),
         "pp": facts.optional("pipeline_model_parallel_size"),
-        "vpp": facts.optional("virtual_pipeline_model_parallel_size"),
+        "vpp": facts.vpp if facts.vpp > 1 else facts.optional("virtual_pipeline_model_parallel_size"),
         "ep": facts.optional("expert_model_parallel_size"),
         "dp": facts.optional("data_parallel_size"),
         "vocab_divisor": facts.optional("make_vocab_size_divisible_by"),

@@ -110,7 +110,10 @@ def target_facts(
     tp, pp, vpp, ep = choices.tp, choices.pp, choices.vpp, choices.ep
     _require_divides(before, tp, ep)
     layers = before.number("num_layers")
-    if (pp, vpp) != (before.pp, before.vpp) or not (like or source.native.get("args")):
+    uneven = (pp, vpp) == (before.pp, before.vpp) and any(args.get(k) for k in _UNEVEN)
+    if uneven:
+        before.require_whole_stages()
+    else:
         args.update({k: False if k.startswith("account") else None for k in _UNEVEN})
         if layers % (pp * vpp):
             fits = [n for n in range(1, layers + 1) if layers % (n * vpp) == 0]
@@ -126,7 +129,7 @@ def target_facts(
         pipeline_model_parallel_size=pp,
         transformer_pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        num_layers_per_virtual_pipeline_stage=layers // (pp * vpp) if vpp > 1 else None,
+        num_layers_per_virtual_pipeline_stage=layers // (pp * vpp) if vpp > 1 and not uneven else None,
         num_virtual_stages_per_pipeline_rank=None,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=tp if before.experts else args.get("expert_tensor_parallel_size", tp),

@@ -288,7 +288,10 @@ def _random(content: Content, facts: Facts, *, has_state: bool, step: int | None
     own = source.layout
     alike = source.format == "megatron" and all(own.get(a) == getattr(facts, a) for a in ("tp", "pp", "ep"))
     form = {"torch": "classic"}.get(str(facts.args.get("ckpt_format")), "torch_dist")
-    alike = alike and (facts.ep == 1 or (own.get("dp") == facts.dp and source.variant == form))
+    # Where data-parallel ranks begin apart each has a state of its own.
+    several = facts.ep > 1 or facts.flag("data_parallel_random_init")
+    alike = alike and (not several or own.get("dp") == facts.dp)
+    alike = alike and (facts.ep == 1 or source.variant == form)
     if alike and source.native.get("rng_state"):
         return "kept"
     return "seeded" if has_state else ""
