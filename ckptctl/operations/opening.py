@@ -197,15 +197,20 @@ def read_key_map(file: Path) -> KeyMap:
 
 
 def given_order(path: Path | str | None) -> tuple[str, ...]:
-    """The names in a --param-order file, a name a line. MissingFile where there is none."""
+    """The names in a --param-order file, a name a line. MissingFile where there is none, Usage where it names none."""
     if path is None:
         return ()
     file = Path(path)
     if not file.is_file():
         raise MissingFile(f"there is no file {file}, of names a line")
-    return tuple(
-        line for line in (raw.strip() for raw in file.read_text().splitlines()) if line and not line.startswith("#")
-    )
+    try:
+        lines = [raw.strip() for raw in file.read_text(encoding="utf-8-sig").splitlines()]
+    except ValueError as err:
+        raise Usage(f"{file} is no text: names are expected, one a line", why=str(err)[:80]) from err
+    out = tuple(line for line in lines if line and not line.startswith("#"))
+    if not out:
+        raise Usage(f"{file} names nothing", fix="give the names, one a line, or leave the file out")
+    return out
 
 
 def given_layers(path: Path | str | None, found: str) -> dict[str, str]:

@@ -196,10 +196,17 @@ def _degrees(files: Files, models: dict[int, ModelFile]) -> tuple[int, int]:
     first = models[min(models)]
     if files.layers:
         tp = max(1, len({text for _, text in files.layers}))
-        return tp, len(models) // tp
-    if first.pp is not None and first.pp > 1 and first.tp:
-        return first.tp, first.pp
-    return len(models), 1
+    elif first.pp is not None and first.pp > 1 and first.tp:
+        tp = first.tp
+    else:
+        return len(models), 1
+    if tp < 1 or len(models) % tp:
+        raise MissingFile(
+            f"there are files of {len(models)} model-parallel ranks, of {tp} tensor-parallel ones a stage",
+            where=first.path,
+            fix="copy the files of every rank",
+        )
+    return tp, len(models) // tp
 
 
 def _native(build: Build, model: ModelFile, mp: int, hints: Hints) -> zero.Native:
@@ -264,6 +271,11 @@ def _partitioned(build: Build, model: ModelFile, optims: dict[int, str], mp: int
         build.about["optimizer"] = "BF16_Optimizer"
     if shards[0].elastic:
         build.warnings.append("elastic checkpoint: lr, betas and weight decay of the param groups are in no file")
+        if any("step" in state for state in shards[0].states) and not shards[0].shared_step:
+            build.warnings.append(
+                "elastic checkpoint whose step is not in base_optimizer_state_step: DeepSpeed saves such ones, and "
+                "does not load them; reshard writes one that it loads"
+            )
     if stage == 3:
         _say_missing(build, mp, count)
     if stage == 3 and model.module is None and not build.files.layers:
@@ -366,7 +378,7 @@ def _describe(build: Build, first: ModelFile, is_three: bool, natives: dict[int,
     build.about |= {
         "ds_version": settings.get("ds_version"),
         "dtype": first.run_dtype,
-        "padding": {k: n for native in natives.values() for k, n in native.padding.items()},
+        "padding": zero.padding_of(natives.values()),
         "loss_scaler": settings.get("loss_scaler"),
         "buffers": sorted(first.buffers),
     }

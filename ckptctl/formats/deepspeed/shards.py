@@ -70,6 +70,8 @@ class Shard:
     elastic: bool
     rest: dict[str, Tree] = field(default_factory=dict)
     info: Mapping[str, Tree] = field(default_factory=dict)
+    shared_step: bool = False
+    """Whether an elastic file has its step apart from the states."""
     slices: list[dict[str, int]] = field(default_factory=list)
     """Elements of each parameter in the rank's piece of a group, as the file says (ZeRO-1 and 2 since 0.7)."""
 
@@ -140,6 +142,7 @@ def read_shard(file: Opened) -> Shard:
             if k not in _PARTS and k != "base_optimizer_state_step"
         },
         info if isinstance(info, dict) else {},
+        "base_optimizer_state_step" in tree,
         [_slices(group) for group in _listed(tree.get("param_slice_mappings"))],
     )
 

@@ -18,7 +18,7 @@ from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
 from ckptctl.core.values import Record, Tree
 from ckptctl.core.view import run_boxes
 from ckptctl.formats.deepspeed.affine import Cut, mapped, owned
-from ckptctl.formats.deepspeed.zero import Native
+from ckptctl.formats.deepspeed.zero import Native, padding_of
 from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.torchtensor import tensor_of
 from ckptctl.names import family
@@ -240,7 +240,7 @@ def joined_slices(
         parts = [natives[first + t] for t in range(tp)]
         info = next((m.universal for m in team if m.universal), build.slices)
         rules = Rules(info, build.facts.config, team[0].path)
-        whole = Native(groups=_groups(parts, team), scalars=parts[0].scalars, padding=parts[0].padding, ep=parts[0].ep)
+        whole = Native(groups=_groups(parts, team), scalars=parts[0].scalars, padding=padding_of(parts), ep=parts[0].ep)
         _require_alike(parts, team)
         for key in dict.fromkeys(k for p in parts for k in p.tensors):
             slices = [p.tensors.get(key) or empty_slice(key, parts, m) for p, m in zip(parts, team, strict=True)]

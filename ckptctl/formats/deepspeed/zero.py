@@ -20,7 +20,7 @@ from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.torchtensor import tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ckptctl.core.dtype import DType
     from ckptctl.core.tensor import Ints, PieceTable
@@ -45,6 +45,15 @@ class Native:
     unnamed: str = ""
     said: dict[tuple[int, str], object] = field(default_factory=dict)
     """Single values of each flat group's state, comparable: by (group, kind)."""
+
+
+def padding_of(parts: Iterable[Native]) -> dict[str, int]:
+    """Elements of padding of several ranks' flat tensors together, by kind of state."""
+    out: dict[str, int] = {}
+    for part in parts:
+        for kind, count in part.padding.items():
+            out[kind] = out.get(kind, 0) + count
+    return out
 
 
 def of_shards(model: ModelFile, shards: Sequence[Shard], *, data_first: bool = False) -> Native:

@@ -193,3 +193,32 @@ def test_what_a_run_had_for_its_own_type_does_not_go_into_one_of_another(tmp_pat
     assert own["loss_scaler"]["cur_scale"] == 1.0
     assert "loss scale" in str(report)
     assert document("inspect", tmp_path / "out")["about"]["dtype"] == "bfloat16"
+
+
+def test_padding_is_that_of_all_ranks(tmp_path):
+    """30 elements over four ranks are 8 a rank: 2 of padding in a moment, of each tensor-parallel rank."""
+    more = {"mp_world_size": 2, "universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    for mp in (0, 1):
+        write_model(tmp_path / f"run/mp_rank_{mp:02d}_model_states.pt", PARAMS, 4, **more)
+        write_shards(tmp_path / "run", PARAMS, 4, mp=mp)
+    assert document("inspect", tmp_path / "run")["about"]["padding"] == {"master": 0, "exp_avg": 4}
+
+
+def test_a_number_of_ranks_that_makes_no_stages_is_refused(tmp_path):
+    more = {"mp_world_size": None, "checkpoint_parallel_dimensions": {"tp_degree": 2, "pp_degree": 2}}
+    for mp in (0, 1, 2):
+        write_model(tmp_path / f"run/mp_rank_{mp:02d}_model_states.pt", PARAMS, 1, **more)
+        write_shards(tmp_path / "run", PARAMS, 1, mp=mp)
+    assert stopped(tmp_path / "run", tmp_path)["code"] == "missing-file"
+
+
+@pytest.mark.parametrize("content", [b"", b"# nothing\n", b"\x80\xff"])
+def test_a_file_of_names_that_has_none_is_wrong_usage(content, tmp_path):
+    """It was taken for no file at all: the order was the family's."""
+    write_run(tmp_path / "run", PARAMS)
+    (tmp_path / "order.txt").write_bytes(content)
+    done = command(
+        "convert", tmp_path / "run", tmp_path / "out", "--to", "torch", "--param-order", tmp_path / "order.txt"
+    )
+    assert done.code == 2
+    assert not (tmp_path / "out").exists()
