@@ -138,19 +138,39 @@ def state_of(checkpoint: Checkpoint) -> dict[str, str]:
     groups = bool(checkpoint.optimizer and checkpoint.optimizer.groups)
 
     unnamed = bool(checkpoint.optimizer and checkpoint.optimizer.unnamed)
+    buffers = {k.name for k in checkpoint.tensors if k.kind == "buffer"}
 
-    def share(names: set[str]) -> str:
-        enough = len(names) >= len(weights) if unnamed else names >= weights
+    def share(names: set[str], wanted: set[str] = weights - buffers) -> str:
+        enough = len(names) >= len(wanted) if unnamed else names >= wanted
         return "absent" if not names else "present" if enough else "partial"
 
     return {
-        "weights": share(weights),
+        "weights": share(weights, weights),
         "masters": share(by_kind.get("master", set())),
         "moments": share(moments),
         "steps": share(steps),
         "groups": "present" if groups else "absent",
         **{p: "present" if p in parts else "absent" for p in ("scheduler", "rng", "counters")},
     }
+
+
+def lacking(checkpoint: Checkpoint, state: dict[str, str]) -> list[str]:
+    """Parts that no run goes on without, and that are not there. state is that of state_of()."""
+    needed = [p for p in ("weights", "moments", "groups") if state[p] == "absent"]
+    return [p for p in needed if p != "moments" or not keeps_nothing(checkpoint)]
+
+
+def keeps_nothing(checkpoint: Checkpoint) -> bool:
+    """Whether the optimizer has no state at all, by its settings: torch's SGD without momentum."""
+    groups = checkpoint.optimizer.groups if checkpoint.optimizer else ()
+    return bool(groups) and all("nesterov" in g.options and g.options.get("momentum") == 0 for g in groups)
+
+
+def there(checkpoint: Checkpoint, state: dict[str, str]) -> str:
+    """What a run goes on with, in words."""
+    if state["moments"] == "absent" and keeps_nothing(checkpoint):
+        return "weights and groups are there, and the optimizer keeps no moments"
+    return "weights, moments and groups are there"
 
 
 def trainer_needs(checkpoint: Checkpoint) -> str:
@@ -177,13 +197,13 @@ def _resumable(checkpoint: Checkpoint) -> tuple[bool, str]:
         more = f" (and {len(checkpoint.missing) - 1} more)" if len(checkpoint.missing) > 1 else ""
         return False, f"{checkpoint.missing[0]} is not there{more}"
     state = state_of(checkpoint)
-    lacking = [p for p in ("weights", "moments", "groups") if state[p] == "absent"]
-    if lacking:
-        return False, f"no {', no '.join(lacking)}"
+    lost = lacking(checkpoint, state)
+    if lost:
+        return False, f"no {', no '.join(lost)}"
     if refused := trainer_needs(checkpoint):
         return False, refused
     missing = [p for p in ("scheduler", "rng", "counters") if state[p] == "absent"]
-    return True, "weights, moments and groups are there" + (f"; without {', '.join(missing)}" if missing else "")
+    return True, there(checkpoint, state) + (f"; without {', '.join(missing)}" if missing else "")
 
 
 def _groups(checkpoint: Checkpoint) -> list[Document]:

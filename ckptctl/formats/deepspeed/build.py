@@ -94,8 +94,9 @@ class Build:
             kind = "buffer" if name in model.buffers else "weight"
             key = Key(name, kind)
             self.put(tensor_of(key, ref, model.source))
+        self._require_shapes(model, held)
         self.ties.update(aliases(held))
-        for alias, owner in model.shared.items():
+        for alias, owner in self.believed(model).items():
             owner = self.ties.get(owner, owner)
             if alias in self.ties or alias == owner or Key(owner) not in self.tensors or Key(alias) not in self.tensors:
                 continue
@@ -107,6 +108,45 @@ class Build:
                 )
                 continue
             self.ties[alias] = owner
+
+    def _require_shapes(self, model: ModelFile, held: Mapping[str, TensorRef]) -> None:
+        """Damaged where a weight has another shape in module than in the list by which flat groups are cut."""
+        for name, shape in ((n, s) for g in (*(model.shapes or ()), model.frozen or {}) for n, s in g.items()):
+            ref = held.get(name)
+            if ref is not None and ref.shape != shape:
+                raise Damaged(
+                    f"{name} has shape {ref.shape} in module, {shape} by param_shapes",
+                    where=model.path,
+                    why="the file contradicts itself",
+                    fix="copy the step again",
+                    code="zero-layout",
+                )
+        lost = [n for g in model.shapes or () for n in g if model.module and n not in model.module]
+        lost = [n for n in lost if Key(n) not in self.tensors]
+        if lost:
+            more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+            self.warnings.append(
+                f"module has no {lost[0]}{more}, which the optimizer trains: its master is taken, and DeepSpeed does "
+                "not load the checkpoint"
+            )
+
+    def believed(self, model: ModelFile) -> dict[str, str]:
+        """Ties that a model-states file tells, less those of parameters that the optimizer has apart.
+
+        DeepSpeed 0.9.0 and 0.9.1 took all parameters of stage 3 for the first one: where that is seen, none of the
+        file's is believed.
+        """
+        apart = {n for g in (*(model.shapes or ()), model.frozen or {}) for n in g}
+        wrong = [a for a, o in model.shared.items() if a in apart and a != o]
+        if not wrong:
+            return model.shared
+        said = (
+            f"{model.path} says that {wrong[0]} is {model.shared[wrong[0]]}, but each has values of its own: its ties "
+            "are not taken (DeepSpeed 0.9.0 and 0.9.1 wrote wrong ones)"
+        )
+        if said not in self.warnings:
+            self.warnings.append(said)
+        return {}
 
     def derived(self, model: ModelFile) -> set[str]:
         """Names that module has as an empty placeholder while their shape is another one: ZeRO-3.
@@ -133,7 +173,7 @@ class Build:
             ref = module.get(key.name)
             dtype = ref.dtype if ref is not None else BY_NAME[model.run_dtype]
             self.put(cast_of(master, key.name, dtype))
-        for alias, owner in model.shared.items():
+        for alias, owner in self.believed(model).items():
             source = self.tensors.get(Key(owner))
             if source is not None and Key(alias) not in self.tensors and alias != owner:
                 self.put(cast_of(source, alias, source.dtype, stored=source.cast_from))

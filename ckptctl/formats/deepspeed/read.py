@@ -353,7 +353,7 @@ def _say_valueless(build: Build, first: ModelFile) -> None:
     MissingFile without the first rank's file, which alone lists them; a warning else (DeepSpeed before 0.9).
     Source: DeepSpeed 0.19.8, runtime/engine.py, _get_shared_params; a real run.
     """
-    known = {*first.buffers, *first.shared, *(first.frozen or ()), *(n for g in first.shapes or () for n in g)}
+    known = {*first.buffers, *build.believed(first), *(first.frozen or ()), *(n for g in first.shapes or () for n in g)}
     lost = [n for n, r in (first.module or {}).items() if is_placeholder(r) and n not in known]
     if lost and (0, 0) not in build.files.shard_models:
         raise MissingFile(

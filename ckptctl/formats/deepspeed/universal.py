@@ -51,7 +51,7 @@ def read(build: Build) -> None:
     shapes = {n: s for m in models for g in m.shapes or () for n, s in g.items()}
     frozen = {n: s for m in models for n, s in (m.frozen or {}).items()}
     module = {n: r for m in models for n, r in (m.module or {}).items()}
-    shared = {a: b for m in models for a, b in m.shared.items()}
+    shared = {a: b for m in models for a, b in build.believed(m).items()}
     zero = files.root / files.where("zero")
     names = _names(zero)
     known = bool(shapes)

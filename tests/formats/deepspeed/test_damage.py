@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 import ckptctl
-from ckptctl.core.values import Global, Record
+from ckptctl.core.values import Global, OrderedPairs, Record
+from ckptctl.formats.pickles.nodes import SizeTuple
 from tests.formats.deepspeed.test_read import copied, stopped
 from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
@@ -222,3 +223,70 @@ def test_a_file_of_names_that_has_none_is_wrong_usage(content, tmp_path):
     )
     assert done.code == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tie_of_parameters_that_train_apart_is_not_believed(tmp_path):
+    """DeepSpeed 0.9.0 wrote such ones: the first one's values were taken for all of its shape."""
+    params = {"a": numbers(3, 2), "b": numbers(3, 2, seed=1)}
+    write_run(tmp_path / "run", params, model={"shared_params": [("b", "a")]})
+    good("reshard", tmp_path / "run", tmp_path / "out", "--dp", "3", "--zero-stage", "3")
+    assert state(tmp_path / "out")["b", "weight"] == params["b"].tolist()
+    said = document("inspect", tmp_path / "run")
+    assert not said["ties"]
+    assert any("0.9.0" in w for w in said["warnings"])
+
+
+def test_a_weight_of_another_shape_than_the_list_of_shapes_is_damage(tmp_path):
+    shapes = [OrderedPairs({n: SizeTuple(p.shape) for n, p in PARAMS.items()})]
+    other = {n: p.reshape(-1) for n, p in PARAMS.items()}
+    write_run(tmp_path / "run", other, model={"param_shapes": shapes})
+    error = stopped(tmp_path / "run", tmp_path)
+    assert error["code"] == "zero-layout"
+    assert "(15,)" in error["what"]
+    assert "(5, 3)" in error["what"]
+
+
+def test_a_weight_that_module_lacks_is_told(tmp_path):
+    write_run(tmp_path / "run", PARAMS)
+    less = {n: p for n, p in PARAMS.items() if n != "a.bias"}
+    shapes = [OrderedPairs({n: SizeTuple(p.shape) for n, p in PARAMS.items()})]
+    write_model(tmp_path / "run/mp_rank_00_model_states.pt", less, 2, param_shapes=shapes)
+    assert state(tmp_path / "run")["a.bias", "weight"] == PARAMS["a.bias"].tolist()
+    assert any("a.bias" in w for w in document("inspect", tmp_path / "run")["warnings"])
+
+
+def test_an_optimizer_of_one_moment_is_whole(tmp_path):
+    """Lion has betas and no eps; Adam that has an eps, and no second moment, is damaged."""
+
+    def adam(tree, made):
+        tree["base_optimizer_state"]["param_groups"][0]["eps"] = 1e-8
+
+    write_run(tmp_path / "lion", PARAMS)
+    assert command("validate", tmp_path / "lion", "--resumable").code == 0
+    write_run(tmp_path / "adam", PARAMS, every=adam)
+    assert command("validate", tmp_path / "adam").code == 1
+
+
+@pytest.mark.parametrize(("momentum", "goes_on"), [(0, True), (0.9, False)])
+def test_an_optimizer_without_state_lacks_none(momentum, goes_on, tmp_path):
+    """torch's SGD without momentum; other optimizers whose state is not there lack it."""
+
+    def sgd(tree, made):
+        settings = {"lr": 0.1, "momentum": momentum, "nesterov": False, "params": [0]}
+        tree["base_optimizer_state"] = {"state": {}, "param_groups": [settings]}
+
+    write_run(tmp_path / "run", PARAMS, every=sgd)
+    assert document("inspect", tmp_path / "run")["resumable"] is goes_on
+    assert (command("validate", tmp_path / "run", "--resumable").code == 0) is goes_on
+
+
+def test_buffers_lack_no_state(tmp_path):
+    more = {
+        "buffer_names": ["gain"],
+        "param_shapes": [OrderedPairs({n: SizeTuple(p.shape) for n, p in PARAMS.items()})],
+    }
+    write_run(tmp_path / "run", PARAMS)
+    write_model(tmp_path / "run/mp_rank_00_model_states.pt", {**PARAMS, "gain": numbers(3)}, 2, **more)
+    said = document("inspect", tmp_path / "run")
+    assert said["state"]["masters"] == said["state"]["moments"] == "present"
+    assert "state-absent-for-some" not in command("validate", tmp_path / "run", "--json").out
