@@ -112,10 +112,11 @@ def laid_out(params: list[Param], pp_rank: int, facts: Facts) -> Buffer:
     Source: core_v0.16.1, core/distributed/distributed_data_parallel.py (`disable_bucketing or pp_rank > 0`).
     """
     dp = facts.number("data_parallel_size", 1) * facts.number("context_parallel_size", 1)
+    limit = facts.bucket_numel(dp)  # of all parameters, experts or not, by the ranks of the rest
     shared = facts.tied and facts.pp > 1
     if params and model.is_expert(params[0].name) and facts.ep > 1:
         dp = max(1, dp * facts.tp // (facts.ep * facts.etp))
     sizes = [(slot_name(p), math.prod(p.shape), shared and p.name in model.VOCABULARY) for p in params]
     first = all(p.chunk == 0 for p in params) and pp_rank == 0
     busbw = facts.flag("ddp_pad_buckets_for_high_nccl_busbw")
-    return buffer(sizes, dp, facts.bucket_numel(dp) if first else None, busbw=busbw)
+    return buffer(sizes, dp, limit if first else None, busbw=busbw)

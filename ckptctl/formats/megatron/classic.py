@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from ckptctl.formats import Hints
 
+_RANDOM = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+"""A rank's random states as old files have them, each under a key of its own."""
 _CHUNK = re.compile(r"model(\d{1,6})")
 _TOP = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
 
@@ -328,8 +330,10 @@ def _values(root: Mapping[Any, Tree], rank: Rank, reader: FileBytes, out: Found)
     def value(tree: Tree) -> Tree:
         return map_leaves(tree, lambda ref, _: read_array(ref, reader, VALUE_LIMIT))
 
-    if "rng_state" in root:
-        out.native.setdefault("rng_state", {})[rank.pp, rank.tp, rank.ep] = value(root["rng_state"])
+    flat = {k: root[k] for k in _RANDOM if k in root}
+    states = root.get("rng_state", [flat] if len(flat) == len(_RANDOM) else None)
+    if states is not None:
+        out.native.setdefault("rng_state", {})[rank.pp, rank.tp, rank.ep] = value(states)
     if "args" in out.native:
         return  # not the first
     out.native["args"] = root.get("args")
@@ -338,7 +342,7 @@ def _values(root: Mapping[Any, Tree], rank: Rank, reader: FileBytes, out: Found)
         if root.get(name) is not None:
             out.values["opt_param_scheduler"] = value(root[name])
     for key, tree in root.items():
-        if key not in _TOP and not str(key).startswith("model") and key != "state_dict":
+        if key not in (*_TOP, *_RANDOM) and not str(key).startswith("model") and key != "state_dict":
             out.values[str(key)] = value(tree)
 
 

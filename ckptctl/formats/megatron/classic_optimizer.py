@@ -56,8 +56,9 @@ def plain(parts: list[Part], here: RankFile, out: Found) -> None:
 def _require_listed(part: Part, where: str) -> None:
     """Damaged where numbers of groups and of states are not the same, or groups and their float32 copies."""
     listed = [i for g in part.groups for i in ids_of(g)]
-    left = [i for i in part.state if i not in set(listed)]
-    if len(set(listed)) != len(listed) or left or any("params" not in g for g in part.groups):
+    numbers = {i for i in listed if isinstance(i, (int, str))}
+    left = [i for i in part.state if i not in numbers]
+    if len(numbers) != len(listed) or left or any("params" not in g for g in part.groups):
         raise Damaged(
             "the optimizer's groups do not say which states are theirs",
             where=where,

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ckptctl.formats.bytesource import ByteSource
 
 COMMON = "common.pt"
+COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+"""Counters of a Bridge's train_state.pt that are args of a run of Megatron-LM."""
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z_0-9]+)\.(.+)")
 KINDS = {"param": "master", "fp32_param": "master"}
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
@@ -92,6 +94,14 @@ def read_parts(opened: TorchFile, root: Mapping[str, Tree], index: Index, path: 
     _weights(folder, out)
     if root.get("optimizer") is not None and not out.weights_only:
         _optimizer(root["optimizer"], folder, out)
+    elif flat.is_flat(index) and not out.weights_only:
+        raise Damaged(
+            f"the optimizer's buffers are there, and {COMMON} has no optimizer",
+            where=COMMON,
+            why="its groups say which parameters are in them",
+            fix="copy the file again, or take the weights alone with --no-optimizer",
+            code="optimizer-damaged",
+        )
     _values(root, folder, out)
     return out
 
@@ -106,8 +116,10 @@ def _facts(path: Path, root: Mapping[str, Tree]) -> tuple[Facts, dict[str, Tree]
     more: dict[str, Tree] = {k: v for k, v in progress.items() if k != "step"}
     if "step" in progress:
         more["iteration"] = progress["step"]
-    if isinstance(progress.get("consumed_train_samples"), int):
-        args = {**args, "consumed_train_samples": progress["consumed_train_samples"]}
+    if args:
+        args = {**args, **{k: progress[k] for k in COUNTS if isinstance(progress.get(k), int)}}
+    if "floating_point_operations_so_far" in more:
+        more["num_floating_point_operations_so_far"] = more.pop("floating_point_operations_so_far")
     # Such a run's config is its args: what is written for Megatron-LM has them.
     known = {"args": args} if args else {}
     return Facts(args, where or COMMON), {**root, **more, **known}

@@ -149,7 +149,7 @@ class Facts:
         Source: core_v0.16.1, core/distributed/distributed_data_parallel.py, DistributedDataParallel.__init__;
         training/training.py, get_model.
         """
-        if not self.flag("overlap_grad_reduce"):
+        if not self.flag("overlap_grad_reduce") or self.flag("overlap_param_gather_with_optimizer_step"):
             return None
         if self.args.get("ddp_num_buckets") is not None:
             raise Unsupported("--ddp-num-buckets decides the optimizer's buckets, which is not read", where=self.where)

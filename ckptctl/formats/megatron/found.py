@@ -65,11 +65,25 @@ class Found:
         return "te" if self.fused else "local"
 
     def add_group(self, options: dict[str, Tree], names: Iterable[str], step: Tree, where: str) -> None:
-        """Adds a param group of one file, with its count of updates: groups of equal settings are one."""
+        """Adds a param group of one file, with its count of updates: groups of equal settings are one.
+
+        Damaged where a parameter is in a group of other settings by another rank's file.
+        """
         listed = dict.fromkeys(names)
         known = next((have for said, have in self.groups if repr(said) == repr(options)), None)
         if known is None:
             self.groups.append((options, known := {}))
+        for said, have in self.groups:
+            twice = next((n for n in listed if n in have), None) if have is not known else None
+            if twice is not None:
+                unlike = sorted(k for k in {*said, *options} if repr(said.get(k)) != repr(options.get(k)))
+                raise Damaged(
+                    f"ranks do not agree on {unlike[0]} of the optimizer's group of {twice}",
+                    where=where,
+                    why=f"{show(options.get(unlike[0]))} here, {show(said.get(unlike[0]))} elsewhere",
+                    fix="take all ranks' files from one save",
+                    code="ranks-differ",
+                )
         known.update(listed)
         if step is not None:
             for name in listed:

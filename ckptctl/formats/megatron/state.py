@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ckptctl.core.values import Tree
     from ckptctl.formats.megatron.facts import Facts
 
-TRAINING = ("lr", "betas", "eps", "weight_decay")
+
+_COMPARED = ("lr", "betas", "eps", "weight_decay", "max_lr", "min_lr", "lr_mult")
+"""What parameters of one group have alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,13 @@ def groups_of(
                 code="optimizer-groups",
             )
         fam = sorting.sort_of(name, shape)
-        said = tuple(_plain(group.options.get(k)) for k in TRAINING)
+        said = tuple(_plain(group.options.get(k)) for k in _COMPARED)
         if fam in first and first[fam][1] != said:
             other, values = first[fam]
-            unlike = next(k for k, a, b in zip(TRAINING, values, said, strict=True) if a != b)
+            unlike = next(k for k, a, b in zip(_COMPARED, values, said, strict=True) if a != b)
             raise Unsupported(
-                f"{name} and {other} have another {unlike} ({show(said[TRAINING.index(unlike)])} and "
-                f"{show(values[TRAINING.index(unlike)])}), and are in one group of Megatron's",
+                f"{name} and {other} have another {unlike} ({show(said[_COMPARED.index(unlike)])} and "
+                f"{show(values[_COMPARED.index(unlike)])}), and are in one group of Megatron's",
                 why="its groups are matrices, and biases with one-dimensional weights",
                 fix="take the weights alone with --no-optimizer",
                 code="optimizer-groups",

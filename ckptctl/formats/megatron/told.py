@@ -61,9 +61,11 @@ def lines_of(
         lines.append(Line("counters", "written", f"iteration {target.step}, {_samples_said(target)}"))
     if target.groups is not None and (facts.flag("fp16") or SCALER in target.content.values):
         lines.append(_scaler_line(target))
-    dropped = [n for n in target.content.values if part_of(n) in ("rng", "other") and n not in OWN_VALUES]
+    values = target.content.values
+    dropped = [n for n in values if part_of(n) in ("rng", "other") and n not in OWN_VALUES]
+    dropped = [n for n in dropped if n not in facts.args or facts.args[n] != values[n]]
     if dropped:
-        lines.append(Line("other values", "dropped", f"{', '.join(dropped)}: Megatron has no place for them"))
+        lines.append(Line("other values", "dropped", f"{', '.join(dropped)}: they have no place in what is written"))
     lines.append(_random_line(target))
     return lines
 

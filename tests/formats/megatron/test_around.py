@@ -18,6 +18,7 @@ from ckptctl.formats.megatron import yamltext
 from ckptctl.operations.opening import open_checkpoint
 from ckptctl.operations.tensors import TensorReader
 from tests.formats.megatron.test_families import made
+from tests.support.bruteforce import torch_tree
 from tests.support.commands import document, good, refused
 from tests.support.dcpfiles import Cut, plain_pickle, write_dcp
 
@@ -303,12 +304,19 @@ def test_a_bridge_s_folder_is_read_with_the_facts_of_its_config(tmp_path):
     (run / "common.pt").write_bytes(plain_pickle({"checkpoint_version": 3.0}))
     (run / "run_config.yaml").write_text(BRIDGE)
     counts = {"step": np.array(6, np.float32), "consumed_train_samples": np.array(48, np.float32)}
+    counts |= {"skipped_train_samples": np.array(2, np.float32), "floating_point_operations_so_far": np.array(9.0)}
     (run / "train_state.pt").write_bytes(plain_pickle(counts))
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("6")
     told = document("inspect", tmp_path / "run")
     assert (told["format"], told["step"], told["layout"]["tp"]) == ("megatron", 6, 2)
     assert open_checkpoint(run)[0].values["consumed_train_samples"] == 48
     require_source(run, source, tmp_path)
+    out = tmp_path / "out"
+    good("reshard", run, out, "--megatron-format", "torch", "--model-config", source)
+    root = torch_tree(next(out.glob("iter_0000006/mp_rank_00*/model_optim_rng.pt")))
+    assert root["num_floating_point_operations_so_far"] == 9
+    said = root["args"].state
+    assert (said["consumed_train_samples"], said["skipped_train_samples"]) == (48, 2)
 
 
 def test_a_nemo_2_folder_is_read_with_the_facts_of_its_context(tmp_path):

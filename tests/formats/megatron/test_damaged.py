@@ -218,3 +218,11 @@ def test_a_stage_s_layers_twice_are_refused(tmp_path, monkeypatch):
 )
 def test_real_configs_contradict_no_args(name):
     assert not [w for w in open_checkpoint(ckpt(name), Reading(truth_config(name)))[0].warnings if "is it this" in w]
+
+
+def test_buffers_of_an_optimizer_that_common_pt_has_not_are_refused(tmp_path):
+    name = "megatron/dist_tp2pp2_distopt_dp_dp2"
+    run = copied(name, tmp_path)
+    replaced(next(run.glob("iter_*/common.pt")), b"\x09\0\0\0optimizer", b"\x09\0\0\0optimizeq")
+    assert refusal(run, name).code == "optimizer-damaged"
+    good("convert", run, tmp_path / "out", "--to", "hf", "--no-optimizer", "--model-config", truth_config(name))

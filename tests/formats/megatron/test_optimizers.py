@@ -183,13 +183,15 @@ def test_masters_of_some_groups_only_are_refused(tmp_path):
     assert error["what"] == "the optimizer has 2 groups, and float32 copies of 1"
 
 
-@pytest.mark.parametrize("what", ["absent", "beyond", "twice"])
+@pytest.mark.parametrize("what", ["absent", "beyond", "twice", "no number"])
 def test_groups_that_do_not_number_the_states_are_refused(what, tmp_path):
     tree = optimizer((MATRICES, {}), NO_DECAY)
     if what == "absent":
         del tree["param_groups"][0]["params"]
     elif what == "beyond":
         tree["state"][999] = tree["state"][0]
+    elif what == "no number":
+        tree["param_groups"][0]["params"][0] = {}
     else:
         tree["param_groups"][1]["params"][0] = 0
     assert refused("inspect", saved(tmp_path, tree))["code"] == "optimizer-groups"
@@ -213,6 +215,22 @@ def test_what_is_no_tensor_among_the_weights_is_told_and_not_let_go(tmp_path):
     run = saved(tmp_path, None, {"model": {**MODEL, name: 3.5}})
     assert name in document("inspect", run)["unsupported"][0]["what"]
     assert refused("reshard", run, tmp_path / "out")["code"] == "unsupported"
+
+
+def test_ranks_whose_groups_have_other_settings_are_refused(tmp_path):
+    run = saved(tmp_path, None, tensor_model_parallel_size=2)
+    first = next(run.glob("iter_*/mp_rank_00"))
+    for rank, lr in enumerate((0.1, 0.3)):
+        tree = optimizer((NORMS[:1], {"wd_mult": 0.0, "lr": lr}))
+        model = {n: a for n, a in MODEL.items() if n == NORMS[0]}
+        file = first.with_name(f"mp_rank_0{rank}") / "model_optim_rng.pt"
+        file.parent.mkdir(exist_ok=True)
+        said = {**ARGS, "tensor_model_parallel_size": 2, "num_layers": 1}
+        torch_save(file, {"args": said, "checkpoint_version": 3.0, "iteration": 7, "model": model, "optimizer": tree})
+    error = refused("inspect", run)
+    assert (error["code"], error["what"]) == (
+        "ranks-differ", f"ranks do not agree on lr of the optimizer's group of {NORMS[0]}"
+    )  # fmt: skip
 
 
 # ---- mesh -----------------------------------------------------------------------------------------------------------
@@ -267,3 +285,17 @@ def test_random_states_of_data_parallel_ranks_are_those_of_as_many(dp, fate, tmp
     assert [x["fate"] for x in told if x["part"] == "random state"] == [fate]
     root = torch_tree(next((tmp_path / "out").glob("iter_*/mp_rank_00/model_optim_rng.pt")))
     assert len(root["rng_state"]) == int(dp)
+
+
+def test_random_states_of_old_files_are_kept_where_the_mesh_is_the_same(tmp_path):
+    run = saved(tmp_path, None)
+    file = next(run.glob("iter_*/mp_rank_00/model_optim_rng.pt"))
+    names = ("np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+    old = {"random_rng_state": (3, (1, 2), None), **{n: np.arange(4, dtype=np.uint8) for n in names}}
+    head = {"args": ARGS, "checkpoint_version": 3.0, "iteration": 7, "model": MODEL}
+    torch_save(file, {**head, "optimizer": optimizer((MATRICES, {}), NO_DECAY), **old})
+    told = good("reshard", run, tmp_path / "out", "--json").json["fidelity"]
+    assert [x["fate"] for x in told if x["part"] in ("random state", "other values")] == ["carried"]
+    root = torch_tree(next((tmp_path / "out").glob("iter_*/mp_rank_00/model_optim_rng.pt")))
+    assert list(root["rng_state"][0]) == list(old)
+    assert root["rng_state"][0]["random_rng_state"] == old["random_rng_state"]
