@@ -111,7 +111,7 @@ def laid_out(params: list[Param], pp_rank: int, facts: Facts) -> Buffer:
 
     Source: core_v0.16.1, core/distributed/distributed_data_parallel.py (`disable_bucketing or pp_rank > 0`).
     """
-    dp = facts.number("data_parallel_size", 1) * facts.number("context_parallel_size", 1)
+    dp = max(1, facts.number("data_parallel_size", 1)) * max(1, facts.number("context_parallel_size", 1))
     limit = facts.bucket_numel(dp)  # of all parameters, experts or not, by the ranks of the rest
     shared = facts.tied and facts.pp > 1
     if params and model.is_expert(params[0].name) and facts.ep > 1:

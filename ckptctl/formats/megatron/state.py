@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptctl.core.checkpoint import Optimizer
     from ckptctl.core.values import Tree
     from ckptctl.formats.megatron.facts import Facts
+    from ckptctl.formats.megatron.like import Like
 
 
 _COMPARED = ("lr", "betas", "eps", "weight_decay", "max_lr", "min_lr", "lr_mult")
@@ -50,12 +51,10 @@ class Sorting:
         return Sort(decays, experts, self.decoupled and name in model.VOCABULARY)
 
 
-def sorting_of(facts: Facts, optimizer: Optimizer, *, apart: bool) -> Sorting:
-    """How the run of these facts sorts. Where they do not say whether rates are decoupled, the source's groups do."""
-    if "decoupled_lr" in facts.args:
-        decoupled = facts.args["decoupled_lr"] is not None
-    else:
-        decoupled = any(is_decoupled(g.options, facts) for g in optimizer.groups)
+def sorting_of(facts: Facts, optimizer: Optimizer, like: Like | None, *, apart: bool) -> Sorting:
+    """How the run of these facts sorts. Rates are decoupled where groups of the source, or of --like, are."""
+    decoupled = like is not None and like.args.get("decoupled_lr") is not None
+    decoupled = decoupled or any(is_decoupled(g.options, facts) for g in optimizer.groups)
     return Sorting(apart, decoupled, facts.decays_norms)
 
 

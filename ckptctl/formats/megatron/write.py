@@ -238,7 +238,7 @@ def _decided(content: Content, choices: Choices, form: str) -> tuple[Target, lis
             content.optimizer,
             parameters,
             choices.updates,
-            sorting=state.sorting_of(facts, content.optimizer, apart=choices.ep > 1),
+            sorting=state.sorting_of(facts, content.optimizer, choices.like, apart=choices.ep > 1),
             facts=facts,
             distributed=distributed,
             constants=constants,

@@ -97,6 +97,26 @@ def test_decoupled_learning_rates_stay_with_embedding_and_head(form, settings, t
         assert [g.options["max_lr"] for g in groups] == [0.1, 0.3, 0.1]
 
 
+def test_a_run_of_decoupled_rates_gets_its_groups_from_another_s(tmp_path):
+    (tmp_path / "flags").write_text("--decoupled-lr 0.3 --lr 0.2 --train-iters 9 --global-batch-size 4")
+    run, out = saved(tmp_path, optimizer((MATRICES, {}), NO_DECAY)), tmp_path / "out"
+    good("convert", run, out, "--to", "megatron", "--like", tmp_path / "flags")
+    groups = open_checkpoint(out)[0].optimizer.groups
+    assert [sorted(g.params) for g in groups] == [sorted(x) for x in (REST, DECOUPLED, NORMS)]
+    assert [(g.options["max_lr"], g.options["default_config"]) for g in groups] == [
+        (0.2, True),
+        (0.3, False),
+        (0.2, True),
+    ]
+
+
+@pytest.mark.parametrize("said", [{"decoupled_lr": 0.3}, {"data_parallel_size": 0, "context_parallel_size": 0}])
+def test_args_that_the_groups_do_not_know_change_no_group(said, tmp_path):
+    run, out = saved(tmp_path, optimizer((MATRICES, {}), NO_DECAY), **said), tmp_path / "out"
+    good("reshard", run, out, "--optimizer", "distributed", "--megatron-format", "torch")
+    assert [sorted(g.params) for g in open_checkpoint(out)[0].optimizer.groups] == [sorted(MATRICES), sorted(NORMS)]
+
+
 def test_rates_of_groups_that_no_flag_explains_are_refused(tmp_path):
     run = saved(tmp_path, optimizer((REST, {}), (DECOUPLED, OWN_RATE), NO_DECAY))
     assert refused("inspect", run)["code"] == "optimizer-groups"
