@@ -1,4 +1,4 @@
-"""What the Transformers Trainer and others put beside a DeepSpeed step: scheduler, random state, trainer_state.json."""
+"""What the Transformers Trainer and Accelerate put beside a DeepSpeed step: scheduler, random state and the like."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import File
 from ckptctl.core.errors import Unrecognised
+from ckptctl.formats.accelerate.parts import parts_of
 from ckptctl.formats.bytesource import read_whole
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ _JSON_LIMIT = 256 << 20
 def read_beside(build: Build) -> None:
     """Adds the values of the files beside the step's folder. Only where a tracker stands there: it is the run's own."""
     root = build.files.root
-    if not build.files.tag or not (root / "trainer_state.json").is_file():
+    if not build.files.tag:
+        return
+    if not (root / "trainer_state.json").is_file():
+        _accelerate(build)
         return
     if (root / "scheduler.pt").is_file():
         with build.pile.open("scheduler.pt") as opened:
@@ -44,3 +48,23 @@ def read_beside(build: Build) -> None:
         return
     if isinstance(state, dict):
         build.values["trainer_state"] = state
+
+
+def _accelerate(build: Build) -> None:
+    """What Accelerate's save_state puts there: schedulers that are not DeepSpeed's, random states, samplers, scaler.
+
+    Source: accelerate 1.15.0, accelerator.py, save_state; checkpointing.py, save_accelerator_state.
+    """
+    parts = parts_of(build.files.root)
+    named = {f"scheduler_{i}": name for i, name in parts.schedulers.items()}
+    named |= {f"random_states_{rank}": name for rank, name in parts.random.items()} | parts.values
+    trees: dict[str, Tree] = {}
+    for value, name in named.items():
+        with build.pile.open(name) as opened:
+            trees[value] = opened.value(value, opened.root)
+    plans = [trees[f"scheduler_{i}"] for i in parts.schedulers]
+    if plans:
+        build.values.update({"scheduler": plans[0]} if len(plans) == 1 else {"schedulers": plans})
+    if parts.random:
+        build.values["random_states"] = {str(rank): trees[f"random_states_{rank}"] for rank in parts.random}
+    build.values.update({value: trees[value] for value in parts.values})

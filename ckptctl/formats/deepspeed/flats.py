@@ -103,7 +103,8 @@ def scaling(run: Run, *, required: bool = False) -> dict[str, Tree]:
     runtime/zero/stage3.py, _rigid_load_state_dict.
     """
     own = None if run.is_recast else run.own.get("loss_scaler")
-    known = "cur_scale" in run.own and not run.is_recast  # by a wrapper of stage 0
+    scale = run.own.get("cur_scale")
+    known = isinstance(scale, (int, float)) and not run.is_recast  # by a wrapper of stage 0
     dynamic = not run.is_recast and bool(run.own.get("dynamic_loss_scale", False))
     if isinstance(own, dict) and str(own.get("class", "")).startswith(_LOSS):
         name, inner = str(own["class"]).rpartition(".")[2], {k: v for k, v in own.items() if k != "class"}

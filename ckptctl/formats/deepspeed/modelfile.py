@@ -6,11 +6,11 @@ that older versions lack are absent here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.errors import Damaged
+from ckptctl.core.errors import Damaged, MissingFile
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.deepspeed.opened import whole_number
 
@@ -72,6 +72,8 @@ class ModelFile:
     experts: list[int]
     universal: Mapping[str, Tree]
     values: dict[str, Tree] = field(default_factory=dict)
+    autoep: bool = False
+    """Whether AutoEP took a model's own experts apart (DeepSpeed since 0.19.2)."""
 
     @property
     def stage(self) -> int | None:
@@ -126,6 +128,7 @@ def read_model(file: Opened) -> ModelFile:
         [n for n in experts if type(n) is int] if isinstance(experts, (list, tuple)) else [],
         info if isinstance(info, dict) else {},
         _values(file, root),
+        bool(root.get("ds_autoep_layers")),
     )
 
 
@@ -165,3 +168,24 @@ def _values(file: Opened, root: Mapping[Tree, Tree]) -> dict[str, Tree]:
     if settings:
         out[OWN] = settings
     return out
+
+
+def one_save(models: Sequence[ModelFile]) -> None:
+    """Damaged where two model-states files are of different steps or world sizes, MissingFile where some lack."""
+    first = models[0]
+    for model in models[1:]:
+        for what, a, b in (("step", first.steps, model.steps), ("data-parallel size", first.dp, model.dp)):
+            if a != b:
+                raise Damaged(
+                    f"two ranks' files are of different saves: {what} {a} and {b}",
+                    where=f"{first.path}, {model.path}",
+                    fix="copy the step again, from one save",
+                    code="mixed-saves",
+                )
+    if first.mp is not None and first.mp > len(models):
+        raise MissingFile(
+            f"there are files of {len(models)} model-parallel ranks, the run had {first.mp}",
+            where=first.path,
+            why=f"mp_world_size is {first.mp}",
+            fix="copy the files of every rank",
+        )

@@ -9,26 +9,25 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.core.errors import Damaged, MissingFile, Unrecognised
+from ckptctl.core.errors import Damaged, MissingFile, Unrecognised, Unsupported
 from ckptctl.formats import Evidence, Hints
 from ckptctl.formats.deepspeed import experts, universal, whole, zero
 from ckptctl.formats.deepspeed.beside import read_beside
 from ckptctl.formats.deepspeed.build import Build, is_placeholder
 from ckptctl.formats.deepspeed.folder import find, first_lost
-from ckptctl.formats.deepspeed.modelfile import ModelFile, read_model
+from ckptctl.formats.deepspeed.frozen import frozen, say_valueless
+from ckptctl.formats.deepspeed.modelfile import ModelFile, one_save, read_model
 from ckptctl.formats.deepspeed.opened import Pile
 from ckptctl.formats.deepspeed.pipeline import read_layers, renamed
 from ckptctl.formats.deepspeed.shards import Shard, read_shard
-from ckptctl.formats.deepspeed.slices import joined_slices
+from ckptctl.formats.deepspeed.teamed import joined_slices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from ckptctl.core.checkpoint import Checkpoint
-    from ckptctl.core.dtype import DType
     from ckptctl.formats.deepspeed.folder import Files
-    from ckptctl.formats.deepspeed.layout import Flat
 
 
 _NAMED_BY_STEP = re.compile(r"global_step(\d+)(?:_universal)?")
@@ -76,7 +75,15 @@ def _regular(build: Build, hints: Hints) -> None:
     is_three = not files.models and bool(files.shard_models)
     numbers = sorted({*files.models, *(mp for _, mp in (*files.shard_models, *files.optims))})
     models = {mp: _model(build, mp) for mp in _every_model_rank(files, numbers)}
-    _one_save(list(models.values()))
+    one_save(list(models.values()))
+    autoep = next((m for m in models.values() if m.autoep), None)
+    if autoep is not None:
+        raise Unsupported(
+            "this is a run of AutoEP, whose experts are stacked in the optimizer and apart in files",
+            where=autoep.path,
+            why="it has ds_autoep_layers",
+            fix="make a universal folder of it with ds_to_universal: that is read",
+        )
     first = models[min(models)]
     build.step, build.values = first.steps, dict(first.values)
     tp, pp = _degrees(files, models)
@@ -96,8 +103,9 @@ def _regular(build: Build, hints: Hints) -> None:
             build.weights(model)
             build.model_values.update(model.module_values)
         if is_three:
-            _frozen(build, first)
-            _say_valueless(build, first)
+            say_valueless(build, first)
+    if is_three:
+        frozen(build, [models[mp] for mp in sorted(models)][:tp], hints)
     renamed(build, layer_names)  # before weights are derived: a tied layer's masters have another name than it has
     for model in models.values():
         build.derive(model)
@@ -168,27 +176,6 @@ def _every_model_rank(files: Files, numbers: list[int]) -> list[int]:
             fix="copy the files of every rank",
         )
     return numbers
-
-
-def _one_save(models: list[ModelFile]) -> None:
-    """Damaged where two model-states files are of different steps or world sizes, MissingFile where some lack."""
-    first = models[0]
-    for model in models[1:]:
-        for what, a, b in (("step", first.steps, model.steps), ("data-parallel size", first.dp, model.dp)):
-            if a != b:
-                raise Damaged(
-                    f"two ranks' files are of different saves: {what} {a} and {b}",
-                    where=f"{first.path}, {model.path}",
-                    fix="copy the step again, from one save",
-                    code="mixed-saves",
-                )
-    if first.mp is not None and first.mp > len(models):
-        raise MissingFile(
-            f"there are files of {len(models)} model-parallel ranks, the run had {first.mp}",
-            where=first.path,
-            why=f"mp_world_size is {first.mp}",
-            fix="copy the files of every rank",
-        )
 
 
 def _degrees(files: Files, models: dict[int, ModelFile]) -> tuple[int, int]:
@@ -320,51 +307,6 @@ def _shard(build: Build, optims: dict[int, str], d: int, dp: int, mp: int) -> Sh
         )
     with build.pile.open(optims[d]) as opened:
         return read_shard(opened)
-
-
-def _frozen(build: Build, first: ModelFile) -> None:
-    """Frozen parameters of stage 3: each rank's model file holds its slot of them."""
-    if not first.frozen or not first.fragments:
-        if first.frozen is None and first.values.get("deepspeed", {}).get("ds_version"):
-            build.warnings.append("frozen parameters, if there were any, were left out at the save")
-        return
-    files = build.files
-    ranks: list[dict[str, tuple[Flat, DType]]] = []
-    dp = build.about["partition_count"][0] if build.about.get("partition_count") else first.dp or 1
-    for d in range(dp):
-        if (d, 0) not in files.shard_models:
-            raise MissingFile(
-                f"the model-states file of data-parallel rank {d} of {dp} is not there",
-                where=str(files.root / files.tag),
-                why="it has that rank's part of the frozen parameters",
-                fix=f"copy zero_pp_rank_{d}_mp_rank_00_model_states.pt from where the run saved it",
-            )
-        with build.pile.open(files.shard_models[d, 0]) as opened:
-            model = read_model(opened)
-            _one_save([first, model])
-            ranks.append({n: opened.flat(r, f"the piece of {n}") for n, r in model.fragments.items()})
-    for tensor in zero.fragments(first.frozen, ranks, str(files.root / files.tag)).values():
-        build.put(tensor)
-
-
-def _say_valueless(build: Build, first: ModelFile) -> None:
-    """Parameters of stage 3 that have a place in module and nothing else: tied ones, where nothing says to which.
-
-    MissingFile without the first rank's file, which alone lists them; a warning else (DeepSpeed before 0.9).
-    Source: DeepSpeed 0.19.8, runtime/engine.py, _get_shared_params; a real run.
-    """
-    known = {*first.buffers, *build.believed(first), *(first.frozen or ()), *(n for g in first.shapes or () for n in g)}
-    lost = [n for n, r in (first.module or {}).items() if is_placeholder(r) and n not in known]
-    if lost and (0, 0) not in build.files.shard_models:
-        raise MissingFile(
-            f"the first rank's model-states file is not there, without which {lost[0]} has no value",
-            where=str(build.files.root / build.files.tag),
-            why="parameters that share one value are listed in it alone",
-            fix="copy zero_pp_rank_0_mp_rank_00_model_states.pt from where the run saved it",
-        )
-    if lost:
-        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        build.warnings.append(f"{lost[0]} has no value{more}: no file says with which parameter it shares one")
 
 
 def _describe(build: Build, first: ModelFile, is_three: bool, natives: dict[int, zero.Native]) -> None:

@@ -147,7 +147,7 @@ class Run:
     def sub_group_numel(self) -> int:
         """Elements of a rank's slots at which a sub-group of stage 3 closes."""
         size = zero_section(self.config).get("sub_group_size")
-        return int(size) if isinstance(size, (int, float)) and size > 0 else SUB_GROUP_SIZE
+        return int(size) if isinstance(size, (int, float)) and 0 < size < math.inf else SUB_GROUP_SIZE
 
 
 def run_of(content: Content, choices: Choices) -> Run:

@@ -16,7 +16,8 @@ from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.deepspeed.build import cast_of, is_placeholder
 from ckptctl.formats.deepspeed.modelfile import ModelFile, read_model
 from ckptctl.formats.deepspeed.opened import dense, plain_object, whole_number
-from ckptctl.formats.deepspeed.slices import Rules, joined, module_slices
+from ckptctl.formats.deepspeed.slices import Rules, joined
+from ckptctl.formats.deepspeed.teamed import module_slices
 from ckptctl.formats.torchtensor import aliases, tensor_of
 
 if TYPE_CHECKING:

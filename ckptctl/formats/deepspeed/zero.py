@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckptctl.core.dtype import DType
-    from ckptctl.core.tensor import Ints, PieceTable
+    from ckptctl.core.tensor import PieceTable
     from ckptctl.core.values import Tree
     from ckptctl.formats.deepspeed.layout import Flat, Shape
     from ckptctl.formats.deepspeed.modelfile import ModelFile
@@ -386,33 +386,3 @@ def _settings(first: Shard, members: list[list[str]], out: Native) -> None:
         if step is not None:  # FusedAdam keeps it here
             out.scalars.update({(n, "step"): step for n in names if (n, "step") not in out.scalars})
         out.groups.append(Group(tuple(names), options))
-
-
-def fragments(
-    shapes: dict[str, Shape], ranks: Sequence[dict[str, tuple[Flat, DType]]], where: str
-) -> dict[Key, Tensor]:
-    """Frozen parameters of ZeRO-3: each rank's model file has its slot of each, in the run's type."""
-    out = {}
-    for name, shape in shapes.items():
-        numel, dp = math.prod(shape), len(ranks)
-        flats: list[Flat] = []
-        dtype: DType | None = None
-        for number, rank in enumerate(ranks):
-            if name not in rank:
-                raise Damaged(
-                    f"rank {number} has no piece of the frozen parameter {name}", where=where, code="mixed-saves"
-                )
-            flat, dtype = rank[name]
-            if flat.numel != layout.param_slot(numel, dp):
-                raise Damaged(
-                    f"rank {number}'s piece of the frozen parameter {name} has {flat.numel} elements, "
-                    f"not {layout.param_slot(numel, dp)}",
-                    where=where,
-                    code="zero-layout",
-                )
-            flats.append(flat)
-        if dtype is not None:
-            pieces: tuple[Ints, Ints] = layout.columns(flats)
-            table = layout.slotted_table(numel, 0, dp, pieces, dtype.itemsize)
-            out[Key(name)] = Tensor(Key(name), dtype, shape, (table,), trainable=False)
-    return out

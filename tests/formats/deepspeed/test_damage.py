@@ -12,7 +12,7 @@ from ckptctl.formats.pickles.nodes import SizeTuple
 from tests.formats.deepspeed.test_read import copied, stopped
 from tests.support.commands import ckptctl as command
 from tests.support.commands import document, good, refused
-from tests.support.zero_runs import numbers, write_model, write_run, write_shards
+from tests.support.zero_runs import Saved, numbers, write_model, write_run, write_shards
 
 PARAMS = {"a.weight": numbers(5, 3), "a.bias": numbers(5), "b.weight": numbers(2, 5)}
 
@@ -290,3 +290,27 @@ def test_buffers_lack_no_state(tmp_path):
     said = document("inspect", tmp_path / "run")
     assert said["state"]["masters"] == said["state"]["moments"] == "present"
     assert "state-absent-for-some" not in command("validate", tmp_path / "run", "--json").out
+
+
+def test_what_accelerate_puts_beside_a_step_is_read(tmp_path):
+    """Its save_state names the step's folder pytorch_model; scheduler and random states lie beside that."""
+    write_run(tmp_path / "run/pytorch_model", PARAMS)
+    (tmp_path / "run/latest").write_text("pytorch_model")
+    for name, tree in {
+        "scheduler.bin": {"last_epoch": 3},
+        "random_states_0.pkl": {"step": 3},
+        "random_states_1.pkl": {"step": 4},
+        "sampler.bin": {"epoch": 1},
+    }.items():
+        Saved().save(tmp_path / "run" / name, tree)
+    values = ckptctl.open(tmp_path / "run").values
+    assert values["scheduler"] == {"last_epoch": 3}
+    assert values["random_states"] == {"0": {"step": 3}, "1": {"step": 4}}
+    assert values["sampler"] == {"epoch": 1}
+    good("reshard", tmp_path / "run", tmp_path / "out", "--dp", "3")
+    assert ckptctl.open(tmp_path / "out").values["random_states"] == values["random_states"]
+
+
+def test_autoep_is_refused_by_its_name(tmp_path):
+    write_run(tmp_path / "run", PARAMS, model={"ds_autoep_layers": [{"expert_key_prefix": "a"}]})
+    assert "AutoEP" in stopped(tmp_path / "run", tmp_path)["what"]

@@ -104,3 +104,17 @@ def test_slices_of_different_types_are_refused(tmp_path):
         else:
             write_model(tmp_path / "two/mp_rank_00_model_states.pt", mine, 1, **more, dp_world_size=None)
     assert stopped(tmp_path / "two", tmp_path)["code"] == "mixed-saves"
+
+
+def test_a_buffer_of_sliced_ranks_is_one(tmp_path):
+    """AutoTP's patterns have parameters alone: it was taken for slices, and laid twice in a row."""
+    info = {**INFO, "tp_replicated_parameter_patterns": ["norm"]}
+    for rank in (0, 1):
+        params = {"norm.weight": WHOLE["norm.weight"]}
+        shapes = [OrderedPairs({n: SizeTuple(p.shape) for n, p in params.items()})]
+        more = {"param_shapes": shapes, "mp_world_size": 2, "buffer_names": ["gain"], "universal_checkpoint_info": info}
+        write_model(tmp_path / f"run/mp_rank_{rank:02d}_model_states.pt", {**params, "gain": numbers(3)}, 1, **more)
+        write_shards(tmp_path / "run", params, 1, mp=rank)
+    held = state(tmp_path / "run")
+    assert held["gain", "buffer"] == numbers(3).tolist()
+    assert held["norm.weight", "weight"] == WHOLE["norm.weight"].tolist()
