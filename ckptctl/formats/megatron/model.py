@@ -152,13 +152,11 @@ def cut_axis(name: str) -> int | str | None:
 
 
 def decays(name: str, shape: Shape, *, norms: bool = False) -> bool:
-    """Whether weight decay is usual for a parameter. norms: for those of queries and keys, too.
+    """Whether weight decay is usual for a parameter; norms: for those of queries and keys, too.
 
     Source: core_v0.16.1, core/optimizer/__init__.py, get_standard_config_overrides.
     """
-    if norms and _QK_NORM.search(name):
-        return True
-    return len(shape) > 1 and not name.endswith(".bias")
+    return bool(norms and _QK_NORM.search(name)) or (len(shape) > 1 and not name.endswith(".bias"))
 
 
 def is_expert(name: str) -> bool:

@@ -134,7 +134,12 @@ def read(path: Path, hints: Hints) -> Checkpoint:
         unsafe=tuple(found.unsafe),
         unknown_globals=tuple(sorted(u for u in found.unknown if not u.startswith("megatron."))),
         unsupported=tuple(found.unsupported),
-        warnings=(*found.warnings, *_vocabulary_warning(found.facts, found.tensors), *heads.unlike_config(facts)),
+        warnings=(
+            *found.warnings,
+            *_renamed(path, found.iteration),
+            *_vocabulary_warning(found.facts, found.tensors),
+            *heads.unlike_config(facts),
+        ),
         damaged_state=found.damaged_state,
         naming="megatron",
         padding=padding,
@@ -198,6 +203,14 @@ def _vocabulary(
 
 def _padding(name: str) -> str:
     return f"{name}#padding"
+
+
+def _renamed(path: Path, iteration: int | None) -> list[str]:
+    """A warning where the folder is called by another iteration than its files are of."""
+    called = re.fullmatch(r"iter_(\d{1,12})", path.name)
+    if called is None or iteration is None or int(called[1]) == iteration:
+        return []
+    return [f"{path.name} holds files of iteration {iteration}: runs go on from there, whatever the folder is called"]
 
 
 def _vocabulary_warning(facts: Any, tensors: Mapping[Key, Tensor]) -> list[str]:

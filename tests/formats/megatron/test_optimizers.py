@@ -253,6 +253,14 @@ def test_ranks_whose_groups_have_other_settings_are_refused(tmp_path):
     )  # fmt: skip
 
 
+def test_a_folder_called_by_another_iteration_than_its_files_is_told(tmp_path):
+    run = saved(tmp_path, None)
+    assert not [w for w in document("inspect", run)["warnings"] if "iteration" in w]
+    (run / "iter_0000007").rename(run / "iter_0000008")
+    told = document("inspect", run / "iter_0000008")
+    assert (told["step"], told["warnings"][0][:40]) == (7, "iter_0000008 holds files of iteration 7:")
+
+
 # ---- mesh -----------------------------------------------------------------------------------------------------------
 
 
