@@ -66,7 +66,6 @@ _ORDER = (
     "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.router", "mlp.experts",
     "mlp.shared_experts",
 )  # fmt: skip
-_QK_NORM = re.compile(r"self_attention\.[qk]_layernorm\.")
 BUFFERS = ("router.expert_bias", "router.local_tokens_per_expert")
 """Ends of names that are no parameters."""
 
@@ -152,11 +151,10 @@ def cut_axis(name: str) -> int | str | None:
 
 
 def decays(name: str, shape: Shape, *, norms: bool = False) -> bool:
-    """Whether weight decay is usual for a parameter; norms: for those of queries and keys, too.
-
-    Source: core_v0.16.1, core/optimizer/__init__.py, get_standard_config_overrides.
-    """
-    return bool(norms and _QK_NORM.search(name)) or (len(shape) > 1 and not name.endswith(".bias"))
+    """Whether weight decay is usual; norms: for those of queries and keys, too. Source: core/optimizer/__init__.py."""
+    if norms and re.search(r"self_attention\.[qk]_layernorm\.", name):
+        return True
+    return len(shape) > 1 and not name.endswith(".bias")
 
 
 def is_expert(name: str) -> bool:

@@ -59,7 +59,7 @@ def lines_of(
         lines += _scheduler_lines(target, common["opt_param_scheduler"])
     if target.content.source.format != "megatron" and target.step is not None:
         lines.append(Line("counters", "written", f"iteration {target.step}, {_samples_said(target)}"))
-    if target.groups is not None and (facts.flag("fp16") or SCALER in target.content.values):
+    if SCALER in target.content.values or (target.groups is not None and facts.flag("fp16")):
         lines.append(_scaler_line(target))
     values = target.content.values
     dropped = [n for n in values if part_of(n) in ("rng", "other") and n not in OWN_VALUES]
@@ -101,6 +101,8 @@ def _random_line(target: Target) -> Line:
 
 
 def _scaler_line(target: Target) -> Line:
+    if target.groups is None:
+        return Line("loss scale", "dropped", "it goes with the optimizer")
     if target.scaler is not None:
         return Line("loss scale", "carried", "with its counters")
     if not target.facts.flag("fp16"):

@@ -6,10 +6,13 @@ scales as core/optimizer/grad_scaler.py, DynamicGradScaler.state_dict.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from ckptctl.core.tensor import Key
+from ckptctl.formats.megatron import told
 from ckptctl.operations.opening import open_checkpoint
 from tests.support.bruteforce import torch_tree
 from tests.support.commands import document, good, refused
@@ -154,10 +157,10 @@ def half_run(tmp_path, **said):
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
 def test_the_loss_scale_of_a_float16_run_goes_along(form, kind, tmp_path):
     out = tmp_path / "out"
-    told = good(
+    answer = good(
         "reshard", half_run(tmp_path), out, "--pp", "2", "--megatron-format", form, "--optimizer", kind, "--json"
     )
-    assert {"part": "loss scale", "fate": "carried", "detail": "with its counters"} in told.json["fidelity"]
+    assert {"part": "loss scale", "fate": "carried", "detail": "with its counters"} in answer.json["fidelity"]
     files = sorted(out.glob("iter_*/common.pt" if form == "torch_dist" else "iter_*/mp_rank_*/model_optim_rng.pt"))
     assert len(files) == (1 if form == "torch_dist" else 2)
     for file in files:
@@ -171,12 +174,18 @@ def test_the_loss_scale_of_a_float16_run_goes_along(form, kind, tmp_path):
 def test_a_result_of_another_type_has_no_loss_scale_and_says_its_type(tmp_path):
     out = tmp_path / "out"
     words = ("--to", "megatron", "--dtype", "bfloat16", "--weights", "master", "--megatron-format", "torch", "--json")
-    told = good("convert", half_run(tmp_path), out, *words)
-    assert [x["fate"] for x in told.json["fidelity"] if x["part"] == "loss scale"] == ["dropped"]
+    answer = good("convert", half_run(tmp_path), out, *words)
+    assert [x["fate"] for x in answer.json["fidelity"] if x["part"] == "loss scale"] == ["dropped"]
     root = torch_tree(next(out.glob("iter_*/mp_rank_00/model_optim_rng.pt")))
     args = root["args"].state
     assert (args["fp16"], args["bf16"], str(args["params_dtype"])) == (False, True, "torch.bfloat16")
     assert "grad_scaler" not in root["optimizer"]
+
+
+def test_a_loss_scale_beside_weights_alone_is_said_to_be_dropped():
+    values = SimpleNamespace(values={"grad_scaler": {"scale": 2.0}})
+    line = told._scaler_line(SimpleNamespace(groups=None, content=values))
+    assert (line.part, line.fate) == ("loss scale", "dropped")
 
 
 # ---- what is not whole ----------------------------------------------------------------------------------------------
@@ -257,8 +266,8 @@ def test_a_folder_called_by_another_iteration_than_its_files_is_told(tmp_path):
     run = saved(tmp_path, None)
     assert not [w for w in document("inspect", run)["warnings"] if "iteration" in w]
     (run / "iter_0000007").rename(run / "iter_0000008")
-    told = document("inspect", run / "iter_0000008")
-    assert (told["step"], told["warnings"][0][:40]) == (7, "iter_0000008 holds files of iteration 7:")
+    answer = document("inspect", run / "iter_0000008")
+    assert (answer["step"], answer["warnings"][0][:40]) == (7, "iter_0000008 holds files of iteration 7:")
 
 
 # ---- mesh -----------------------------------------------------------------------------------------------------------
@@ -291,8 +300,8 @@ def test_a_layout_says_how_many_chunks_a_stage_has(tmp_path):
     (tmp_path / "flags").write_text("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t||tL")
     run, out = saved(tmp_path, optimizer((MATRICES, {}), NO_DECAY)), tmp_path / "out"
     good("convert", run, out, "--to", "megatron", "--like", tmp_path / "flags", "--megatron-format", "torch")
-    told = document("inspect", out)["layout"]
-    assert (told["pp"], told["vpp"]) == (2, 2)
+    answer = document("inspect", out)["layout"]
+    assert (answer["pp"], answer["vpp"]) == (2, 2)
     roots = [torch_tree(f) for f in sorted(out.glob("iter_*/mp_rank_*/model_optim_rng.pt"))]
     held = [[sorted(n for n in root[f"model{c}"] if "linear_fc2.weight" in n) for c in (0, 1)] for root in roots]
     one = ["decoder.layers.0.mlp.linear_fc2.weight"]
@@ -309,8 +318,8 @@ def test_random_states_of_data_parallel_ranks_are_those_of_as_many(dp, fate, tmp
     states = [{"random_rng_state": (3, (i,), None)} for i in range(2)]
     head = {"checkpoint_version": 3.0, "iteration": 7, "optimizer": optimizer((MATRICES, {}), NO_DECAY)}
     torch_save(file, {**more, **head, "rng_state": states})
-    told = good("reshard", run, tmp_path / "out", "--dp", dp, "--optimizer", "plain", "--json").json["fidelity"]
-    assert [x["fate"] for x in told if x["part"] == "random state"] == [fate]
+    answer = good("reshard", run, tmp_path / "out", "--dp", dp, "--optimizer", "plain", "--json").json["fidelity"]
+    assert [x["fate"] for x in answer if x["part"] == "random state"] == [fate]
     root = torch_tree(next((tmp_path / "out").glob("iter_*/mp_rank_00/model_optim_rng.pt")))
     assert len(root["rng_state"]) == int(dp)
 
@@ -322,8 +331,8 @@ def test_random_states_of_old_files_are_kept_where_the_mesh_is_the_same(tmp_path
     old = {"random_rng_state": (3, (1, 2), None), **{n: np.arange(4, dtype=np.uint8) for n in names}}
     head = {"args": ARGS, "checkpoint_version": 3.0, "iteration": 7, "model": MODEL}
     torch_save(file, {**head, "optimizer": optimizer((MATRICES, {}), NO_DECAY), **old})
-    told = good("reshard", run, tmp_path / "out", "--json").json["fidelity"]
-    assert [x["fate"] for x in told if x["part"] in ("random state", "other values")] == ["carried"]
+    answer = good("reshard", run, tmp_path / "out", "--json").json["fidelity"]
+    assert [x["fate"] for x in answer if x["part"] in ("random state", "other values")] == ["carried"]
     root = torch_tree(next((tmp_path / "out").glob("iter_*/mp_rank_00/model_optim_rng.pt")))
     assert list(root["rng_state"][0]) == list(old)
     assert root["rng_state"][0]["random_rng_state"] == old["random_rng_state"]
