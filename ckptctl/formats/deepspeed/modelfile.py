@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptctl.core.errors import Damaged, MissingFile
 from ckptctl.core.values import TensorRef, Tree
@@ -22,7 +22,7 @@ OWN = "deepspeed"
 """Where settings are among the values. A caller's client state may have the name too: it is then one of them."""
 SETTINGS = ("ds_config", "ds_version")
 OPTIONAL = ("lr_scheduler", "data_sampler", "random_ltd")
-_STRUCTURE = frozenset(
+STRUCTURE: Final = frozenset(
     {
         "module",
         "buffer_names",
@@ -159,7 +159,7 @@ def _values(file: Opened, root: Mapping[Tree, Tree]) -> dict[str, Tree]:
     out: dict[str, Tree] = {}
     for key, tree in root.items():
         name = str(key)
-        if name in _STRUCTURE or name in SETTINGS or (name in OPTIONAL and tree is None):
+        if name in STRUCTURE or name in SETTINGS or (name in OPTIONAL and tree is None):
             continue
         out[name] = file.value(name, tree)
     settings = {name: file.value(name, root[name]) for name in SETTINGS if root.get(name) is not None}

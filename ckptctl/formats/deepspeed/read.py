@@ -86,6 +86,7 @@ def _regular(build: Build, hints: Hints) -> None:
         )
     first = models[min(models)]
     build.step, build.values = first.steps, dict(first.values)
+    _say_other_values(build, models)
     tp, pp = _degrees(files, models)
     layer_names = read_layers(build, models, hints) if files.layers else {}
     sliced = tp > 1
@@ -111,6 +112,19 @@ def _regular(build: Build, hints: Hints) -> None:
         build.derive(model)
     _describe(build, first, is_three, natives)
     build.layout |= {"tp": tp, "pp": pp, "ep": max(n.ep for n in natives.values())}
+
+
+def _say_other_values(build: Build, models: Mapping[int, ModelFile]) -> None:
+    """A word where model-parallel ranks' files have other values (random states of each, say) than the first's."""
+    first = build.values
+    for mp, model in models.items():
+        odd = [n for n in {**first, **model.values} if repr(first.get(n)) != repr(model.values.get(n))]
+        if odd:
+            build.warnings.append(
+                f"model-parallel ranks' files have different values of {', '.join(odd[:4])}: the first rank's are "
+                f"taken, and those of rank {mp} are not"
+            )
+            return
 
 
 def _one_stage(build: Build) -> Files:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptctl.core.checkpoint import part_of
 from ckptctl.core.output import OutputFile, Put
 from ckptctl.formats.deepspeed import flats, writeuniversal, writewhole
-from ckptctl.formats.deepspeed.modelfile import ROUND_ROBIN
+from ckptctl.formats.deepspeed.modelfile import ROUND_ROBIN, SETTINGS, STRUCTURE
 from ckptctl.formats.deepspeed.run import F32, run_of
 from ckptctl.formats.deepspeed.writemodel import expert_tree, model_tree, torch_file
 from ckptctl.formats.target import Choices, Content, Line, Written
@@ -29,6 +30,8 @@ _PREFIX = {"bfloat16": "bf16_"}
 def write(content: Content, choices: Choices) -> Written:
     """The files of one step and its tracker. Unsupported for state that does not follow parameters."""
     run = run_of(content, choices)
+    astray = _astray(content)
+    decided = frozenset(line.part for line in astray)
     if choices.universal:
         writeuniversal.require_place(run, choices.zero_stage)
         files = writeuniversal.files(run)
@@ -43,7 +46,7 @@ def write(content: Content, choices: Choices) -> Written:
         how = f"ZeRO-{run.stage} over {run.dp} ranks" + (f", experts over {run.ep} of them" if run.experts else "")
     if not run.has_shards and not run.is_whole and not choices.universal:
         how = "one model-states file, for load_checkpoint(load_module_only=True): no optimizer is beside it"
-        return Written(tuple(files), True, (Line("layout", "written", how),))
+        return Written(tuple(files), True, (Line("layout", "written", how), *astray), decided=decided)
     order = f" in {run.whose} order" if run.whose else ""
     fresh = "" if run.states else "; load_checkpoint(load_optimizer_states=False) begins with a fresh optimizer"
     lines = [Line("layout", "written", f"{how}; {len(run.groups)} param groups{order}{fresh}")]
@@ -59,6 +62,7 @@ def write(content: Content, choices: Choices) -> Written:
     if run.is_recast and "loss_scaler" in run.own:
         why = f"it was that of a run in another type than {run.dtype}: the run that loads has its own"
         lines.append(Line("loss scale", "dropped", why))
+    lines += astray
     if run.empty:
         why = f"{len(run.empty)}, with no state, which has no element either: DeepSpeed's optimizer leaves them out"
         lines.append(Line("parameters without elements", "written", why))
@@ -66,7 +70,18 @@ def write(content: Content, choices: Choices) -> Written:
     if widened:
         lines.append(Line("masters", "filled", f"{widened} of {len(run.masters)}: the weights, widened to float32"))
     casts = run.casts | (writeuniversal.casts(run) if choices.universal else frozenset())
-    return Written(tuple(files), True, tuple(lines), casts=casts)
+    return Written(tuple(files), True, tuple(lines), casts=casts, decided=decided)
+
+
+def _astray(content: Content) -> list[Line]:
+    """What is told of values that are called as a part of a model-states file, where it has the run's own."""
+    taken = [name for name in content.values if name in STRUCTURE or name in SETTINGS]
+    if not taken:
+        return []
+    kept = [name for name in content.values if name not in taken and part_of(name) == "other"]
+    why = "a model-states file has parts of these names, the run's own"
+    told = [Line("other values", "carried", ", ".join(kept))] if kept else []
+    return [*told, Line("other values", "dropped", f"{', '.join(taken)}: {why}")]
 
 
 def _regular(run: Run) -> Iterator[OutputFile]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckptctl.core.output import OutputFile
 from ckptctl.core.values import OrderedPairs, Tree
 from ckptctl.formats.deepspeed import flats, teams, writewhole
-from ckptctl.formats.deepspeed.modelfile import OWN
+from ckptctl.formats.deepspeed.modelfile import OWN, SETTINGS, STRUCTURE
 from ckptctl.formats.deepspeed.zero import EXPERT
 from ckptctl.formats.pickles.nodes import SizeTuple
 from ckptctl.formats.torch.write import TorchTree
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ckptctl.core.output import Segment
     from ckptctl.formats.deepspeed.run import Run
 
-_RESERVED = frozenset({OWN, "global_steps", "global_samples", "skipped_steps", "lr_scheduler"})
+RESERVED = STRUCTURE | frozenset({OWN, *SETTINGS, "global_steps", "global_samples", "skipped_steps", "lr_scheduler"})
+"""Names that a model-states file has for its own parts: values of other sources are not put there."""
 
 
 def torch_file(path: str, run: Run, tree: Callable[[TorchTree], Tree]) -> OutputFile:
@@ -73,7 +74,7 @@ def model_tree(run: Run, rank: int, made: TorchTree) -> dict[str, Tree]:
     if OWN in run.own:
         root[OWN] = made.value(run.own[OWN])
     for name, value in values.items():
-        if name not in _RESERVED and (name not in root or root[name] is None):
+        if name not in RESERVED and (name not in root or root[name] is None):
             root[name] = made.value(value)
     return root
 

@@ -314,3 +314,31 @@ def test_what_accelerate_puts_beside_a_step_is_read(tmp_path):
 def test_autoep_is_refused_by_its_name(tmp_path):
     write_run(tmp_path / "run", PARAMS, model={"ds_autoep_layers": [{"expert_key_prefix": "a"}]})
     assert "AutoEP" in stopped(tmp_path / "run", tmp_path)["what"]
+
+
+def test_values_that_differ_between_model_parallel_ranks_are_told(tmp_path):
+    more = {"mp_world_size": 2, "universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    for mp in (0, 1):
+        own = {"random_rng_state": mp, "iteration": 3}
+        write_model(tmp_path / f"run/mp_rank_{mp:02d}_model_states.pt", PARAMS, 1, **more, **own)
+        write_shards(tmp_path / "run", PARAMS, 1, mp=mp)
+    (said,) = [w for w in document("inspect", tmp_path / "run")["warnings"] if "different values" in w]
+    assert "random_rng_state" in said
+    assert "iteration" not in said
+
+
+def test_values_by_names_of_a_model_file_s_own_parts_are_dropped_with_a_word(tmp_path):
+    """Of a torch file, say: `optimizer: adamw` stood for the optimizer's state in the result."""
+    made = Saved()
+    tree = {"model": {n: made.tensor(p) for n, p in PARAMS.items()}, "num_experts": 4, "seen": 5}
+    made.save(tmp_path / "t.pt", tree)
+    words = ("--to", "deepspeed", "--param-order", tmp_path / "order.txt")
+    (tmp_path / "order.txt").write_text("\n".join(PARAMS))
+    report = document("convert", tmp_path / "t.pt", tmp_path / "out", *words)
+    told = [(line["fate"], line["detail"]) for line in report["fidelity"] if line["part"] == "other values"]
+    assert told[0] == ("carried", "seen")
+    assert told[1][0] == "dropped"
+    assert told[1][1].startswith("num_experts: ")
+    values = ckptctl.open(tmp_path / "out").values
+    assert values["seen"] == 5
+    assert "num_experts" not in values
