@@ -160,6 +160,15 @@ def _given(content: Content, names: Sequence[str], given: Sequence[str]) -> dict
             fix="list each parameter once, in the order of the model's named_parameters()",
             code="param-order",
         )
+    strange = next((n for n in given if n not in content.weights and n not in content.ties), None)
+    if strange is not None:
+        raise MissingFact(
+            f"--param-order names {strange}, which the model does not have",
+            where=content.source.root,
+            why="a list of another model's names would give an order by chance",
+            fix="list the model's own parameters, in the order of its named_parameters()",
+            code="param-order",
+        )
     return places
 
 

@@ -92,6 +92,11 @@ def first_lost(numbers: Collection[int]) -> int:
     return next(n for n in range(len(numbers) + 1) if n not in numbers)
 
 
+def is_of_stage_three(path: str) -> bool:
+    """Whether a model-states file is called as those of stage 3 are, of which every rank has one."""
+    return _SHARD_MODEL.fullmatch(path.rpartition("/")[2]) is not None
+
+
 def rank_of(name: str) -> tuple[str, tuple[int, ...]] | None:
     """Which kind of file a name is, and whose: its numbers. None for other names, and for those of layers."""
     for kind, pattern in _RANKED.items():

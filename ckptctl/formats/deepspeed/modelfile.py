@@ -7,12 +7,14 @@ that older versions lack are absent here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptctl.core.errors import Damaged, MissingFile
 from ckptctl.core.values import TensorRef, Tree
+from ckptctl.formats.deepspeed.folder import is_of_stage_three
 from ckptctl.formats.deepspeed.opened import whole_number
+from ckptctl.formats.torchtensor import aliases
 
 if TYPE_CHECKING:
     from ckptctl.formats.deepspeed.layout import Shape
@@ -98,7 +100,6 @@ def read_model(file: Opened) -> ModelFile:
         entries = file.mapping(root["module"], "module")
         module = {str(n): v for n, v in entries.items() if isinstance(v, TensorRef)}
         module_values = {str(n): file.value(str(n), v) for n, v in entries.items() if not isinstance(v, TensorRef)}
-    shapes = root.get("param_shapes")
     fragments = root.get("frozen_param_fragments")
     config = root.get("ds_config")
     dims = root.get("checkpoint_parallel_dimensions")
@@ -106,13 +107,13 @@ def read_model(file: Opened) -> ModelFile:
     info = root.get("universal_checkpoint_info")
     names = root.get("buffer_names")
     degrees: Mapping[str, Tree] = dims if isinstance(dims, dict) else {}
-    return ModelFile(
+    model = ModelFile(
         file.path,
         file.number,
         module,
         module_values,
         frozenset(map(str, names)) if isinstance(names, (list, tuple)) else frozenset(),
-        [_shapes(file, g, f"param_shapes[{i}]") for i, g in enumerate(_listed(shapes))] if shapes is not None else None,
+        shapes_of(file, root),
         _shapes(file, root["frozen_param_shapes"], "frozen_param_shapes")
         if root.get("frozen_param_shapes") is not None
         else None,
@@ -130,10 +131,38 @@ def read_model(file: Opened) -> ModelFile:
         _values(file, root),
         bool(root.get("ds_autoep_layers")),
     )
+    if is_of_stage_three(file.path):
+        empty_places(model)
+    return model
 
 
-def _listed(tree: Tree) -> list[Tree]:
-    return list(tree) if isinstance(tree, (list, tuple)) else [tree]
+def shapes_of(file: Opened, root: Mapping[Tree, Tree]) -> list[dict[str, Shape]] | None:
+    """param_shapes, by flat group, or of all groups together (before 0.5); None where it is not there."""
+    found = root.get("param_shapes")
+    if found is None:
+        return None
+    listed = list(found) if isinstance(found, (list, tuple)) else [found]
+    return [_shapes(file, g, f"param_shapes[{i}]") for i, g in enumerate(listed)]
+
+
+def empty_places(model: ModelFile) -> None:
+    """Old stage 3 files hold one element, a 1, in the place of every parameter: here they are places as today's are.
+
+    Names of one such element are one parameter: the file has no other list of ties.
+    Source: DeepSpeed 0.3.10 to 0.5.8, runtime/zero/partition_parameters.py, _partition_param.
+    """
+    listed = {n: s for g in (*(model.shapes or ()), model.frozen or {}) for n, s in g.items()}
+    module = model.module or {}
+    if not any(r.shape == (1,) != listed.get(n, (1,)) for n, r in module.items()):
+        return
+    places = {n: r for n, r in module.items() if r.shape == (1,) and n not in model.buffers}
+    names: dict[str, list[str]] = {}
+    for alias, first in aliases(places).items():
+        names.setdefault(first, [first]).append(alias)
+    for same in names.values():
+        owner = next((n for n in same if n in listed), "")
+        model.shared.update({n: owner for n in same if owner and n not in listed})
+    model.module = module | {n: replace(r, shape=(0,), stride=(1,)) for n, r in places.items()}
 
 
 def _shapes(file: Opened, tree: Tree, what: str) -> dict[str, Shape]:
@@ -171,7 +200,7 @@ def _values(file: Opened, root: Mapping[Tree, Tree]) -> dict[str, Tree]:
 
 
 def one_save(models: Sequence[ModelFile]) -> None:
-    """Damaged where two model-states files are of different steps or world sizes, MissingFile where some lack."""
+    """Damaged where two model-states files are of different steps or world sizes."""
     first = models[0]
     for model in models[1:]:
         for what, a, b in (("step", first.steps, model.steps), ("data-parallel size", first.dp, model.dp)):
@@ -182,6 +211,11 @@ def one_save(models: Sequence[ModelFile]) -> None:
                     fix="copy the step again, from one save",
                     code="mixed-saves",
                 )
+
+
+def every_rank(models: Sequence[ModelFile]) -> None:
+    """MissingFile where there are fewer model-states files than the run had model-parallel ranks."""
+    first = models[0]
     if first.mp is not None and first.mp > len(models):
         raise MissingFile(
             f"there are files of {len(models)} model-parallel ranks, the run had {first.mp}",

@@ -16,10 +16,10 @@ from ckptctl.formats.deepspeed.beside import read_beside
 from ckptctl.formats.deepspeed.build import Build, is_placeholder
 from ckptctl.formats.deepspeed.folder import find, first_lost
 from ckptctl.formats.deepspeed.frozen import frozen, say_valueless
-from ckptctl.formats.deepspeed.modelfile import ModelFile, one_save, read_model
+from ckptctl.formats.deepspeed.modelfile import ModelFile, empty_places, every_rank, one_save, read_model
 from ckptctl.formats.deepspeed.opened import Pile
 from ckptctl.formats.deepspeed.pipeline import read_layers, renamed
-from ckptctl.formats.deepspeed.shards import Shard, read_shard
+from ckptctl.formats.deepspeed.shards import Shard, by_group, read_shard
 from ckptctl.formats.deepspeed.teamed import joined_slices
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def _regular(build: Build, hints: Hints) -> None:
     numbers = sorted({*files.models, *(mp for _, mp in (*files.shard_models, *files.optims))})
     models = {mp: _model(build, mp) for mp in _every_model_rank(files, numbers)}
     one_save(list(models.values()))
+    every_rank(list(models.values()))
     autoep = next((m for m in models.values() if m.autoep), None)
     if autoep is not None:
         raise Unsupported(
@@ -282,7 +283,12 @@ def _partitioned(build: Build, model: ModelFile, optims: dict[int, str], mp: int
     if stage == 3 and model.module is None and not build.files.layers:
         raise Damaged("the model-states file has no module", where=model.path, code="zero-layout")
     data_first = bool(model.config.get("use_data_before_expert_parallelism"))
-    return zero.of_shards(model, shards, data_first=data_first)
+    if model.shapes is None and shards[0].shapes is not None:
+        model.shapes = by_group(shards[0].shapes, shards)
+        empty_places(model)
+    native = zero.of_shards(model, shards, data_first=data_first)
+    build.warnings += native.notes
+    return native
 
 
 def _require_one_prefix(paths: list[str]) -> None:

@@ -6,18 +6,22 @@ runtime/bf16_optimizer.py, state_dict.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptctl.core.errors import Damaged, Unsupported
+from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.values import Array, Record, TensorRef, Tree
+from ckptctl.formats.deepspeed.layout import param_slot
+from ckptctl.formats.deepspeed.modelfile import shapes_of
 from ckptctl.formats.deepspeed.opened import plain_object, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ckptctl.core.dtype import DType
-    from ckptctl.formats.deepspeed.layout import Flat
+    from ckptctl.formats.deepspeed.layout import Flat, Shape
     from ckptctl.formats.deepspeed.opened import Opened
 
 _PARTS = frozenset(
@@ -74,6 +78,8 @@ class Shard:
     """Whether an elastic file has its step apart from the states."""
     slices: list[dict[str, int]] = field(default_factory=list)
     """Elements of each parameter in the rank's piece of a group, as the file says (ZeRO-1 and 2 since 0.7)."""
+    shapes: list[dict[str, Shape]] | None = None
+    """param_shapes, which files of 0.3.14 to 0.4 have here, for all flat groups together."""
 
     def count(self, group: int) -> int | None:
         """Ranks that a group is cut over, as the file says."""
@@ -144,7 +150,45 @@ def read_shard(file: Opened) -> Shard:
         info if isinstance(info, dict) else {},
         "base_optimizer_state_step" in tree,
         [_slices(group) for group in _listed(tree.get("param_slice_mappings"))],
+        shapes_of(file, outer),
     )
+
+
+def by_group(shapes: list[dict[str, Shape]], shards: Sequence[Shard]) -> list[dict[str, Shape]]:
+    """An old file's one list of shapes cut by flat group: where each group is of whole parameters' elements.
+
+    MissingFact else: padding would leave doubt. shards are all ranks'.
+    Source: DeepSpeed 0.4.5, runtime/engine.py, _get_zero_param_shapes and _save_zero_checkpoint.
+    """
+    first = shards[0]
+    if len(shapes) != 1 or len(first.masters) < 2:
+        return shapes
+    is_three = first.stage == 3
+    totals = [
+        sum(s.masters[i][0].numel for s in (shards[:1] if is_three else shards) if i < len(s.masters))
+        for i in range(len(first.masters))
+    ]
+    left = deque(shapes[0].items())
+    out: list[dict[str, Shape]] = []
+    for total in totals:
+        mine: dict[str, Shape] = {}
+        held = 0
+        while left and held < total:
+            name, shape = left.popleft()
+            mine[name] = shape
+            held += param_slot(math.prod(shape), len(shards)) if is_three else math.prod(shape)
+        if held != total:
+            break
+        out.append(mine)
+    if len(out) < len(totals) or left:
+        raise MissingFact(
+            f"which parameters are in which of {len(totals)} flat groups is not in the checkpoint",
+            where=first.path,
+            why="param_shapes is one list of all, as DeepSpeed before 0.5 wrote it, and the groups are padded",
+            fix="load it with DeepSpeed and save it again",
+            code="param-order",
+        )
+    return out
 
 
 def _slices(tree: Tree) -> dict[str, int]:

@@ -45,6 +45,7 @@ class Native:
     unnamed: str = ""
     said: dict[tuple[int, str], object] = field(default_factory=dict)
     """Single values of each flat group's state, comparable: by (group, kind)."""
+    notes: list[str] = field(default_factory=list)
 
 
 def padding_of(parts: Iterable[Native]) -> dict[str, int]:
@@ -72,8 +73,7 @@ def of_shards(model: ModelFile, shards: Sequence[Shard], *, data_first: bool = F
             code="param-order",
         )
     first = shards[0]
-    for shard in shards:
-        _alike(first, shard)
+    notes = [note for shard in shards for note in _alike(first, shard)]
     if len(model.shapes) != len(first.masters):
         raise Damaged(
             f"param_shapes lists {len(model.shapes)} flat groups, the shards hold {len(first.masters)}",
@@ -82,8 +82,7 @@ def of_shards(model: ModelFile, shards: Sequence[Shard], *, data_first: bool = F
             fix="the files are of different saves: copy the step again",
             code="mixed-saves",
         )
-    out = Native()
-    members: list[list[str]] = []
+    out, members = Native(notes=notes[:1]), list[list[str]]()
     for number, shapes in enumerate(model.shapes):
         members.append([])
         for team, named in _teams(number, shapes, shards, data_first, out):
@@ -95,8 +94,8 @@ def of_shards(model: ModelFile, shards: Sequence[Shard], *, data_first: bool = F
     return out
 
 
-def _alike(first: Shard, shard: Shard) -> None:
-    """Damaged where two shards are not of one save."""
+def _alike(first: Shard, shard: Shard) -> list[str]:
+    """What is to be said of two shards of one save. Damaged where they are not of one."""
     for what, a, b in (
         ("stage", first.stage, shard.stage),
         ("partition_count", first.counts, shard.counts),
@@ -111,21 +110,31 @@ def _alike(first: Shard, shard: Shard) -> None:
                 fix="copy the step again, from one save",
                 code="mixed-saves",
             )
-    _alike_settings(first, shard)
+    return _alike_settings(first, shard)
 
 
-def _alike_settings(first: Shard, shard: Shard) -> None:
-    """Damaged where two ranks' param groups have another learning rate, or any other setting."""
-    for number, (a, b) in enumerate(zip(first.groups, shard.groups, strict=True)):
-        odd = next((n for n in {**a, **b} if repr(a.get(n)) != repr(b.get(n))), None)
-        if odd is not None:
+def _alike_settings(first: Shard, shard: Shard) -> list[str]:
+    """Damaged where two ranks' param groups have another learning rate, or any other setting.
+
+    A word only, where nothing but the rate differs and the rest tells whether they are of one save: steps, and weights
+    beside the masters (not at stage 3). Schedulers that go by a rank's own loss do it.
+    """
+    groups, notes = first.groups, []
+    is_told = first.stage != 3 and any(bool(held) and all("step" in h for h in held) for held in (first.states, groups))
+    for number, (a, b) in enumerate(zip(groups, shard.groups, strict=True)):
+        odd = [n for n in {**a, **b} if repr(a.get(n)) != repr(b.get(n))]
+        if odd == ["lr"] and is_told:
+            rates = f"{show(a.get('lr'))} in {first.path}, {show(b.get('lr'))} in {shard.path}"
+            notes.append(f"ranks have param group {number} at different learning rates, the first's is taken: {rates}")
+        elif odd:
             raise Damaged(
-                f"two ranks' files differ in {odd} of param group {number}",
+                f"two ranks' files differ in {odd[0]} of param group {number}",
                 where=f"{first.path}, {shard.path}",
-                why=f"it is {show(a.get(odd))} and {show(b.get(odd))}: they are of saves of different runs or steps",
+                why=f"it is {show(a.get(odd[0]))} and {show(b.get(odd[0]))}: of saves of different runs or steps",
                 fix="copy the step again, from one save",
                 code="mixed-saves",
             )
+    return notes
 
 
 def _teams(

@@ -37,12 +37,39 @@ def other_lr(tree, made):
     tree["base_optimizer_state"]["param_groups"][0]["lr"] = 0.2
 
 
-def test_ranks_of_different_settings_are_of_different_runs(tmp_path):
-    write_run(tmp_path / "run", PARAMS, dp=3, r2=other_lr)
+def other_decay(tree, made):
+    tree["base_optimizer_state"]["param_groups"][0]["betas"] = (0.9, 0.99)
+
+
+def stepless(tree, made):
+    tree["base_optimizer_state"]["state"][0].pop("step")
+
+
+def stepless_other_lr(tree, made):
+    stepless(tree, made)
+    other_lr(tree, made)
+
+
+@pytest.mark.parametrize(
+    ("tweaks", "what"),
+    [
+        ({"r2": other_decay}, "betas of param group 0"),
+        ({"r0": stepless, "r1": stepless, "r2": stepless_other_lr}, "lr of param group 0"),
+    ],
+)
+def test_ranks_of_different_settings_are_of_different_runs(tweaks, what, tmp_path):
+    write_run(tmp_path / "run", PARAMS, dp=3, **tweaks)
     error = stopped(tmp_path / "run", tmp_path)
     assert error["code"] == "mixed-saves"
-    assert "lr of param group 0" in error["what"]
-    assert "0.1 and 0.2" in error["why"]
+    assert what in error["what"]
+
+
+def test_learning_rates_of_each_rank_s_own_are_told(tmp_path):
+    """A scheduler that goes by a rank's own loss (ReduceLROnPlateau): steps and weights say that it is one save."""
+    write_run(tmp_path / "run", PARAMS, dp=3, r2=other_lr)
+    assert state(tmp_path / "run")["a.bias", "master"] == PARAMS["a.bias"].tolist()
+    said = document("inspect", tmp_path / "run")
+    assert any("0.1 in zero_pp_rank_0" in w and "0.2 in zero_pp_rank_2" in w for w in said["warnings"])
 
 
 def test_ranks_of_runs_in_different_types_are_told_by_their_names(tmp_path):
@@ -342,3 +369,11 @@ def test_values_by_names_of_a_model_file_s_own_parts_are_dropped_with_a_word(tmp
     values = ckptctl.open(tmp_path / "out").values
     assert values["seen"] == 5
     assert "num_experts" not in values
+
+
+def test_a_list_of_names_of_another_model_is_refused(tmp_path):
+    write_run(tmp_path / "run", PARAMS)
+    (tmp_path / "order.txt").write_text("".join(f"{n}\n" for n in [*PARAMS, "other.weight"]))
+    error = refused("reshard", tmp_path / "run", tmp_path / "out", "--dp", "1", "--param-order", tmp_path / "order.txt")
+    assert error["code"] == "param-order"
+    assert "other.weight" in error["what"]
