@@ -33,7 +33,8 @@ def megatron(family: Family, *, head: bool) -> list[Native]:
         )
     shapes = {p.name: p.shape for p in _parameters(family)}
     if head and not any(h in shapes for h in _HEADS):
-        shapes[_HEADS[0]] = shapes[next(n for n in shapes if "emb" in n or n.endswith("wte.weight"))]
+        embedding = next(n for n in shapes if "emb" in n or n.endswith("wte.weight"))
+        shapes[table("ties")["head_of"].get(embedding, _HEADS[0])] = shapes[embedding]
     by_pattern: dict[str, list[tuple[str, str]]] = {}
     for name in shapes:
         numbers = re.findall(r"\.(\d+)(?=\.)", name)

@@ -126,7 +126,8 @@ def natives_of(checkpoint: Checkpoint, naming: str, present: Iterable[str] = ())
     if naming == "torchtitan":
         return names.torchtitan(found, present)
     if naming == "megatron":
-        return names.megatron(found, head=not {"output_layer.weight", "lm_head.weight"}.isdisjoint(present))
+        heads = {"output_layer.weight", "lm_head.weight", "embed_out.weight"}
+        return names.megatron(found, head=not heads.isdisjoint(present))
     return names.in_memory(found, "module5" if naming == "module5" else "module4")
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import MASTER, Group, Optimizer, UnsafeGlobal
-from ckptctl.core.errors import Damaged
+from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import Key
 from ckptctl.core.values import Array, TensorRef, Tree
 from ckptctl.formats.megatron import model
@@ -70,7 +70,7 @@ class Found:
         Damaged where a parameter is in a group of other settings by another rank's file.
         """
         listed = dict.fromkeys(names)
-        known = next((have for said, have in self.groups if repr(said) == repr(options)), None)
+        known = next((have for said, have in self.groups if _text(said) == _text(options)), None)
         if known is None:
             self.groups.append((options, known := {}))
         for said, have in self.groups:
@@ -96,19 +96,23 @@ class Found:
         Source: Megatron-LM core_v0.16.1, core/optimizer/optimizer.py, MixedPrecisionOptimizer.state_dict.
         """
         where = "common.pt" if reader is None else reader.path
+        here: list[Tree] = []
         for held in rest:
             scaler = held.get(SCALER)
             if reader is not None:
                 scaler = map_leaves(scaler, partial(_small, reader=reader))
             said = self.values.setdefault(SCALER, scaler) if scaler else scaler
             if scaler and repr(said) != repr(scaler):
-                raise Damaged(
-                    "ranks do not agree on the loss scale",
+                # Optimizers of one rank look at gradients of their own for what overflows.
+                own = any(repr(x) == repr(said) for x in here)
+                raise (Unsupported if own else Damaged)(
+                    "the rank's optimizers have loss scales apart" if own else "ranks do not agree on the loss scale",
                     where=where,
                     why=f"{show(scaler)} here, {show(said)} elsewhere",
-                    fix="take all ranks' files from one save",
-                    code="ranks-differ",
+                    fix="take the weights alone with --no-optimizer" if own else "take all ranks' files from one save",
+                    code="loss-scales" if own else "ranks-differ",
                 )
+            here.append(scaler)
             unknown = [k for k in held if k not in _REST]
             if unknown and not any(unknown[0] in w for w in self.warnings):
                 self.warnings.append(f"{where}: the optimizer's {', '.join(unknown)} are not read")
@@ -124,6 +128,11 @@ class Found:
                 fix="take all ranks' files from one save",
                 code="ranks-differ",
             )
+
+
+def _text(options: Mapping[str, Tree]) -> str:
+    """Settings to compare, which say the same in any order."""
+    return repr(sorted(options.items(), key=lambda x: x[0]))
 
 
 def _small(ref: TensorRef, _: object, reader: ByteSource) -> Tree:

@@ -11,8 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import Key
 from ckptctl.formats.megatron import told
+from ckptctl.formats.megatron.facts import of_namespace
+from ckptctl.formats.megatron.found import Found
 from ckptctl.operations.opening import open_checkpoint
 from tests.support.bruteforce import torch_tree
 from tests.support.commands import document, good, refused
@@ -188,7 +191,28 @@ def test_a_loss_scale_beside_weights_alone_is_said_to_be_dropped():
     assert (line.part, line.fate) == ("loss scale", "dropped")
 
 
+def test_optimizers_of_one_rank_with_loss_scales_apart_are_no_damage():
+    other = {**SCALE, "growth_tracker": 0}
+    with pytest.raises(Unsupported, match="loss scales apart"):
+        Found(of_namespace(None, "args"), "torch_dist").add_scaler(
+            [{"grad_scaler": SCALE}, {"grad_scaler": other}], None
+        )
+    found = Found(of_namespace(None, "args"), "torch_dist")
+    found.add_scaler([{"grad_scaler": SCALE}, {"grad_scaler": SCALE}], None)
+    with pytest.raises(Damaged, match="ranks do not agree on the loss scale"):
+        found.add_scaler([{"grad_scaler": other}], None)
+
+
 # ---- what is not whole ----------------------------------------------------------------------------------------------
+
+
+def test_settings_in_another_order_are_the_same():
+    found = Found(of_namespace(None, "args"), "classic")
+    found.add_group({"lr": 0.1, "wd_mult": 1.0}, ["a", "b"], 3, "one")
+    found.add_group({"wd_mult": 1.0, "lr": 0.1}, ["b", "c"], 3, "two")
+    assert [list(names) for _, names in found.groups] == [["a", "b", "c"]]
+    with pytest.raises(Damaged, match="ranks do not agree on lr"):
+        found.add_group({"wd_mult": 1.0, "lr": 0.2}, ["c"], 3, "three")
 
 
 def test_a_parameter_with_one_moment_of_two_is_refused(tmp_path):
