@@ -54,6 +54,14 @@ class Build:
     variant: str = ""
     facts: Facts = field(default_factory=Facts)
 
+    def take_values(self, first: ModelFile) -> None:
+        """The step and the values of the first model-states file; a word where their names are no text there."""
+        self.step, self.values = first.steps, dict(first.values)
+        if first.odd_keys:
+            self.warnings.append(
+                f"client state has names that are no text, which become text: {', '.join(first.odd_keys[:4])}"
+            )
+
     def take(self, native: Native) -> None:
         """States and groups of one model-parallel rank; groups with equal settings at one place are joined.
 

@@ -14,6 +14,7 @@ from ckptctl.core.errors import Damaged, MissingFile
 from ckptctl.core.values import TensorRef, Tree
 from ckptctl.formats.deepspeed.folder import is_of_stage_three
 from ckptctl.formats.deepspeed.opened import whole_number
+from ckptctl.formats.pickles.nodes import show
 from ckptctl.formats.torchtensor import aliases
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class ModelFile:
     values: dict[str, Tree] = field(default_factory=dict)
     autoep: bool = False
     """Whether AutoEP took a model's own experts apart (DeepSpeed since 0.19.2)."""
+    odd_keys: tuple[str, ...] = ()
+    """Names of values that are no text in the file: they are text here."""
 
     @property
     def stage(self) -> int | None:
@@ -130,6 +133,7 @@ def read_model(file: Opened) -> ModelFile:
         info if isinstance(info, dict) else {},
         _values(file, root),
         bool(root.get("ds_autoep_layers")),
+        tuple(show(k) for k in root if not isinstance(k, str)),
     )
     if is_of_stage_three(file.path):
         empty_places(model)

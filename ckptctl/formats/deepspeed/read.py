@@ -86,7 +86,7 @@ def _regular(build: Build, hints: Hints) -> None:
             fix="make a universal folder of it with ds_to_universal: that is read",
         )
     first = models[min(models)]
-    build.step, build.values = first.steps, dict(first.values)
+    build.take_values(first)
     _say_other_values(build, models)
     tp, pp = _degrees(files, models)
     layer_names = read_layers(build, models, hints) if files.layers else {}

@@ -70,7 +70,7 @@ def read(build: Build) -> None:
             build.tensors[key] = Tensor(key, tensor.dtype, tensor.shape, tensor.pieces, trainable=True)
     _require_files(build, models)
     if models:
-        build.step, build.values = models[0].steps, dict(models[0].values)
+        build.take_values(models[0])
     if tp > 1:
         _sliced(build, models[:tp], set(copies) - set(shared))
     for model in models:

@@ -120,3 +120,12 @@ def test_frozen_parameters_of_more_than_two_tensor_parallel_ranks(tmp_path):
     held = state(tmp_path)
     assert held["base.weight", "weight"] == base.tolist()
     assert held["up.weight", "weight"] == whole.tolist()
+
+
+def test_client_state_by_names_that_are_no_text_is_told(tmp_path):
+    write_run(tmp_path / "run", PARAMS, model={"epoch": 4})
+    made = Saved()
+    tree = {"module": OrderedPairs({"a": made.tensor([1.0, 2.0])}), "buffer_names": [], "optimizer": None, 5: {"a": 1}}
+    made.save(tmp_path / "alone/mp_rank_00_model_states.pt", {**tree, "global_steps": 3, "dp_world_size": 1})
+    assert any("no text" in w and ": 5" in w for w in document("inspect", tmp_path / "alone")["warnings"])
+    assert not any("no text" in w for w in document("inspect", tmp_path / "run")["warnings"])
