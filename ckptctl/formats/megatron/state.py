@@ -105,7 +105,8 @@ def groups_of(
                 code="optimizer-groups",
             )
         fam = sorting.sort_of(name, shape)
-        said = tuple(_plain(group.options.get(k)) for k in _COMPARED)
+        options = _without_foreign_bounds(group.options)
+        said = tuple(_plain(options.get(k)) for k in _COMPARED)
         if fam in first and first[fam][1] != said:
             other, values = first[fam]
             unlike = next(k for k, a, b in zip(_COMPARED, values, said, strict=True) if a != b)
@@ -118,7 +119,7 @@ def groups_of(
             )
         if fam not in first:
             first[fam] = (name, said)
-            of[fam] = _settings(group.options, fam, distributed=distributed)
+            of[fam] = _settings(options, fam, distributed=distributed)
             if constants is not None:
                 of[fam] |= {k: constants[k] for k in ("max_lr", "min_lr") if k in constants}
                 own = {"max_lr": "decoupled_lr", "min_lr": "decoupled_min_lr"} if fam.decoupled else {}
@@ -132,6 +133,16 @@ def groups_of(
             settings["weight_decay"] = 0.0
         settings["wd_mult"] = settings.get("wd_mult", 1.0) if fam.decays else 0.0
     return Groups(of, step, tuple(notes), sorting)
+
+
+def _without_foreign_bounds(options: Mapping[str, Tree]) -> Mapping[str, Tree]:
+    """A group's settings without the bounds of another scheduler, which Megatron's would take for its own.
+
+    Source: torch 2.13, optim/lr_scheduler.py, OneCycleLR: it keeps its max_lr and min_lr in the groups.
+    """
+    if "wd_mult" in options or "pre_wd_mult" in options:
+        return options
+    return {k: v for k, v in options.items() if k not in ("max_lr", "min_lr")}
 
 
 def _plain(value: Tree) -> Any:

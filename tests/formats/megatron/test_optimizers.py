@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ckptctl.core.checkpoint import Group, Optimizer
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import Key
-from ckptctl.formats.megatron import told
+from ckptctl.formats.megatron import state, told
 from ckptctl.formats.megatron.facts import of_namespace
 from ckptctl.formats.megatron.found import Found
 from ckptctl.operations.opening import open_checkpoint
@@ -141,6 +142,23 @@ def test_norms_of_queries_and_keys_that_decay_stay_with_the_matrices(said, form,
     for path in (run, out):
         groups = open_checkpoint(path)[0].optimizer.groups
         assert [(sorted(g.params), g.options["wd_mult"]) for g in groups] == [(sorted(decayed), 1), (sorted(rest), 0)]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_bounds_of_another_scheduler_are_not_taken_for_megatron_s(own):
+    """OneCycleLR keeps its bounds in the groups, where a run of Megatron would follow them instead of its flags."""
+    options = {"lr": 0.1, "max_lr": 0.4, "min_lr": 1e-6, "weight_decay": 0.1, **({"wd_mult": 1.0} if own else {})}
+    facts = of_namespace(None, "args")
+    groups = state.groups_of(
+        Optimizer((Group(("a",), options),)),
+        {"a": (2, 2)},
+        3,
+        sorting=state.Sorting(False),
+        facts=facts,
+        distributed=True,
+    )
+    written = groups.of[state.Sort(decays=True, experts=False)]
+    assert [written.get(k) for k in ("lr", "max_lr", "min_lr")] == ([0.1, 0.4, 1e-6] if own else [0.1, None, None])
 
 
 # ---- loss scale -----------------------------------------------------------------------------------------------------
