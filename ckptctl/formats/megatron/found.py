@@ -110,7 +110,7 @@ class Found:
                     where=where,
                     why=f"{show(scaler)} here, {show(said)} elsewhere",
                     fix="take the weights alone with --no-optimizer" if own else "take all ranks' files from one save",
-                    code="loss-scales" if own else "ranks-differ",
+                    code="unsupported" if own else "ranks-differ",
                 )
             here.append(scaler)
             unknown = [k for k in held if k not in _REST]
