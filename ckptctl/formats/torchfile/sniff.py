@@ -76,7 +76,7 @@ def refuse_other(kind: Kind, path: str) -> CkptError:
             "a tar file of torch 0.1",
             where=path,
             why="storages, tensors and pickle are members of a tar; this format is not read",
-            fix="load it once with torch.load(weights_only=False) on a machine you can lose, and save it again",
+            fix="save it again with a torch of that time, on a machine you can lose: loading it can run code",
             code="torch-tar",
         )
     names = {"json": "JSON", "safetensors": "a safetensors file", "gzip": "gzip", "zstd": "zstd", "hdf5": "HDF5"}

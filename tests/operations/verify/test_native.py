@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from ckptctl.operations.verify.more import require_more
 from ckptctl.operations.verify.native import launch, saved
 from ckptctl.operations.verify.native.comparing import aligned
 from ckptctl.operations.verify.native.launch import Launch, run_ranks
+from ckptctl.operations.verify.native.loading import load_file
 from ckptctl.operations.verify.native.planning import dcp_paths, plan
 from ckptctl.operations.verify.native.running import require_gpus, scan
 from ckptctl.operations.verify.record import Record, Trained
@@ -420,10 +422,31 @@ def test_a_signal_leaves_no_rank_and_no_folder(tmp_path, number):
 
 
 def test_the_runners_need_no_ckptctl():
-    for module in sorted(Path(launch.__file__).parent.glob("r*.py")):
-        if module.name.startswith("run_") or module.name == "rank.py":
+    for module in sorted(Path(launch.__file__).parent.glob("*.py")):
+        if module.name.startswith(("run_", "rank.")) or module.name == "loading.py":
             lines = [x.strip() for x in module.read_text().splitlines()]
             assert not [x for x in lines if x.startswith(("from ckptctl", "import ckptctl"))], module.name
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("version", "is_safe"), [("1.13.1", False), ("2.5.1", False), ("2.6.0a0+git", True), ("2.13.0+cpu", True)]
+)
+def test_a_torch_whose_loader_can_be_made_to_run_code_reads_no_file(version, is_safe, tmp_path, monkeypatch):
+    """CVE-2025-32434: mended in torch 2.6.0. What is no plain data is refused by any."""
+    import torch
+
+    plain, odd = tmp_path / "plain.pt", tmp_path / "odd.pt"
+    torch.save({"a": torch.arange(3), "step": 2}, plain)
+    torch.save({"a": Path("x")}, odd)
+    monkeypatch.setattr(torch, "__version__", version)
+    if not is_safe:
+        with pytest.raises(RuntimeError, match=r"below 2\.6 a crafted file can run code"):
+            load_file(str(plain), "cpu")
+        return
+    assert load_file(str(plain), "cpu")["a"].tolist() == [0, 1, 2]
+    with pytest.raises(pickle.UnpicklingError):
+        load_file(str(odd), "cpu")
 
 
 def test_gpus_that_are_not_there_are_refused_only_where_they_are_asked_for():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .loading import load_file
 from .rank import Session, follow, layers_of, model_of, optimizer_of, start_group
 
 
@@ -33,16 +34,14 @@ class Fsdp(Session):
     def _load_files(self, job: dict[str, Any]) -> None:
         """A file a rank, with the state dicts as torch.save pickled them (verl's folders).
 
-        The load runs no pickled code: DTensor is among what torch's weights-only loader makes, once it is imported.
+        DTensor is among what torch's weights-only loader makes, once it is imported.
         """
         import torch
 
         files = job["files"][torch.distributed.get_rank()]
-        weights = torch.load(files["model"], map_location=job["device"], weights_only=True)  # noqa: TID251
-        self.net.load_state_dict(weights)
+        self.net.load_state_dict(load_file(files["model"], job["device"]))
         if self.optimizer is not None:
-            saved = torch.load(files["optimizer"], map_location=job["device"], weights_only=True)  # noqa: TID251
-            self.optimizer.load_state_dict(saved)
+            self.optimizer.load_state_dict(load_file(files["optimizer"], job["device"]))
 
     def _load_dcp(self, job: dict[str, Any]) -> None:
         import torch.distributed.checkpoint as dcp

@@ -1,9 +1,10 @@
-"""A torch.save file loaded by torch.load and load_state_dict, in one process. The load runs no pickled code."""
+"""A torch.save file loaded by torch's own loader and load_state_dict, in one process."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from .loading import load_file
 from .rank import Session, follow, model_of, optimizer_of
 
 
@@ -18,8 +19,7 @@ class Plain(Session):
         self.version = torch.__version__
         self.net = model_of(job)
         self.optimizer = optimizer_of(self.net.named_parameters(), job)
-        with torch.serialization.safe_globals(_numpy_names()):
-            saved = torch.load(job["path"], map_location=job["device"], weights_only=True)  # noqa: TID251
+        saved = load_file(job["path"], job["device"])
         weights = saved
         for word in job["torch"]["model"]:
             weights = weights[word]
@@ -44,14 +44,6 @@ class Plain(Session):
             states.set_optimizer_state_dict(self.net, self.optimizer, optim_state_dict=held)
         else:
             self.optimizer.load_state_dict(held)
-
-
-def _numpy_names() -> list[Any]:
-    """What random states of NumPy need beside tensors; Transformers and Accelerate allow the same."""
-    import numpy
-
-    core = numpy._core if hasattr(numpy, "_core") else numpy.core  # noqa: SLF001
-    return [core.multiarray._reconstruct, numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32))]  # noqa: SLF001
 
 
 if __name__ == "__main__":
