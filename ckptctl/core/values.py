@@ -136,6 +136,17 @@ class Held:
     kind: str = "other"
 
 
+def as_number(value: Tree) -> Tree:
+    """A count or a setting that is held as a tensor of one element, as the number that it is; others as they are."""
+    import numpy as np
+
+    from ckptctl.core.dtype import BY_NAME
+
+    if isinstance(value, Array) and value.dtype in BY_NAME and len(value.data) == BY_NAME[value.dtype].itemsize:
+        return np.frombuffer(value.data, BY_NAME[value.dtype].numpy)[0].item()
+    return value
+
+
 def holds_array(tree: Tree) -> bool:
     """Whether there is a tensor anywhere in a value."""
     stack, seen = [tree], set()

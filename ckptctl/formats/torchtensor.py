@@ -117,6 +117,11 @@ def steps_made(states: Mapping[Any, Mapping[str, Tree]], reader: ByteSource) -> 
     return None
 
 
+def read_leaves(tree: Tree, reader: ByteSource) -> Tree:
+    """The tree with its tensors as values, all of one file. As read_array."""
+    return map_leaves(tree, lambda ref, _: read_array(ref, reader))
+
+
 def map_leaves(tree: Tree, convert: Callable[[TensorRef, str], Tree], path: str = "") -> Tree:
     """The tree with every TensorRef replaced by convert(it, its dotted path).
 

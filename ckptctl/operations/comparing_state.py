@@ -14,10 +14,10 @@ from ckptctl.core.checkpoint import part_of
 from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.errors import Unsupported
 from ckptctl.core.globs import matches
-from ckptctl.core.values import Array, Held, Record
+from ckptctl.core.values import Array, Held, Record, as_number
 from ckptctl.formats.torchgroups import completed
 from ckptctl.operations.state_values import plain
-from ckptctl.operations.tensors import as_number, scalar
+from ckptctl.operations.tensors import scalar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,8 +13,9 @@ import numpy as np
 from ckptctl.core.checkpoint import MASTER
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import Key
+from ckptctl.core.values import as_number
 from ckptctl.formats.pickles.nodes import show
-from ckptctl.operations.tensors import TensorReader, as_number, scalar, typed
+from ckptctl.operations.tensors import TensorReader, scalar, typed
 
 if TYPE_CHECKING:
     from ckptctl.core.tensor import Tensor

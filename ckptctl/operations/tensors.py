@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptctl.core.dtype import BY_NAME
 from ckptctl.core.output import Region
 from ckptctl.core.tensor import with_operands
-from ckptctl.core.values import Array, Tree
 from ckptctl.execute.reader import Reader
 from ckptctl.formats.datafiles import DataFiles
 from ckptctl.operations.runs import in_order, runs_of
@@ -188,10 +186,3 @@ def scalar(reader: TensorReader, key: Key) -> int | float | bytes:
     array = reader.array(key)
     number: int | float = array.reshape(-1)[0].item() if array.size == 1 else 0
     return number if array.size == 1 else array.tobytes()
-
-
-def as_number(value: Tree) -> Tree:
-    """A step among the values as a number, where it is one."""
-    if isinstance(value, Array) and value.dtype in BY_NAME and len(value.data) == BY_NAME[value.dtype].itemsize:
-        return np.frombuffer(value.data, BY_NAME[value.dtype].numpy)[0].item()
-    return value

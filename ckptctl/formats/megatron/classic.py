@@ -24,7 +24,7 @@ from ckptctl.formats.megatron.groups import Param, parts_of
 from ckptctl.formats.megatron.rankfile import FileAt, RankFile, opened_file, put
 from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE, Rank, by_rank, model_file, rank_folders
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
-from ckptctl.formats.torchtensor import VALUE_LIMIT, map_leaves, read_array
+from ckptctl.formats.torchtensor import read_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -326,24 +326,20 @@ def _is_empty(value: Tree) -> bool:
 
 def _values(root: Mapping[Any, Tree], rank: Rank, reader: FileBytes, out: Found) -> None:
     """Scheduler and counters of the first rank; what only Megatron takes, and every rank's random state."""
-
-    def value(tree: Tree) -> Tree:
-        return map_leaves(tree, lambda ref, _: read_array(ref, reader, VALUE_LIMIT))
-
     flat = {k: root[k] for k in _RANDOM if k in root}
     states = root.get("rng_state", [flat] if len(flat) == len(_RANDOM) else None)
     if states is not None:
-        out.native.setdefault("rng_state", {})[rank.pp, rank.tp, rank.ep] = value(states)
+        out.native.setdefault("rng_state", {})[rank.pp, rank.tp, rank.ep] = read_leaves(states, reader)
     if "args" in out.native:
         return  # not the first
     out.native["args"] = root.get("args")
     out.native["checkpoint_version"] = root.get("checkpoint_version", 0)
     for name in ("opt_param_scheduler", "lr_scheduler"):
         if root.get(name) is not None:
-            out.values["opt_param_scheduler"] = value(root[name])
+            out.values["opt_param_scheduler"] = read_leaves(root[name], reader)
     for key, tree in root.items():
         if key not in (*_TOP, *_RANDOM) and not str(key).startswith("model") and key != "state_dict":
-            out.values[str(key)] = value(tree)
+            out.values[str(key)] = read_leaves(tree, reader)
 
 
 def _require_layers(out: Found, where: str) -> None:

@@ -17,7 +17,7 @@ from ckptctl.formats.megatron.groups import Param, Part, ids_of, members, settin
 from ckptctl.formats.megatron.rankfile import RankFile, opened_file, put, whole_names
 from ckptctl.formats.megatron.ranks import OPTIMIZER_FILE
 from ckptctl.formats.pickles.nodes import show
-from ckptctl.formats.torchtensor import read_array
+from ckptctl.formats.torchtensor import read_leaves
 
 if TYPE_CHECKING:
     from ckptctl.formats.bytesource import FileBytes
@@ -31,12 +31,13 @@ def _grouped(part: Part, found: list[list[Param]], here: RankFile, out: Found) -
     """Adds a rank's groups to those of the others."""
     for group, params in zip(part.groups, found, strict=True):
         step = _count(group.get("step"), here)
-        out.add_group(settings(group), whole_names(params, here, out), step, here.opened.path)
+        options = read_leaves(settings(group), here.reader)
+        out.add_group(options, whole_names(params, here, out), step, here.opened.path)
 
 
 def _count(value: Tree, here: RankFile) -> Tree:
     """A count of updates, which torch keeps as a number or as a 0-d tensor."""
-    return number_of(read_array(value, here.reader) if isinstance(value, TensorRef) else value)
+    return number_of(read_leaves(value, here.reader))
 
 
 def plain(parts: list[Part], here: RankFile, out: Found) -> None:

@@ -29,7 +29,7 @@ from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
 from ckptctl.formats.megatron.groups import Part as Chained
 from ckptctl.formats.megatron.stacked import native, unflattened
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
-from ckptctl.formats.torchtensor import map_leaves, read_array
+from ckptctl.formats.torchtensor import read_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +73,7 @@ def read(path: Path, hints: Hints) -> Found:
 def common_of(reader: ByteSource) -> tuple[TorchFile, dict[str, Tree]]:
     """common.pt, and its dict with tensors as values. Damaged where it holds none."""
     opened = open_torch(reader)
-    root = map_leaves(opened.root, lambda ref, _: read_array(ref, reader))
+    root = read_leaves(opened.root, reader)
     if not isinstance(root, dict):
         if not opened.unsafe:
             raise Damaged(f"{COMMON} holds no dict", where=reader.path, code="root-damaged")

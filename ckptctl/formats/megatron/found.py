@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.core.checkpoint import MASTER, Group, Optimizer, UnsafeGlobal
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import Key
-from ckptctl.core.values import Array, TensorRef, Tree
+from ckptctl.core.values import Tree, as_number
 from ckptctl.formats.megatron import model
 from ckptctl.formats.megatron.collect import Whole
 from ckptctl.formats.pickles.nodes import show
-from ckptctl.formats.torchtensor import VALUE_LIMIT, map_leaves, read_array
+from ckptctl.formats.torchtensor import read_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,6 +57,8 @@ class Found:
     """The optimizer is passed over."""
     version: float = 0.0
     """checkpoint_version of files that do not say theirs."""
+    _known: dict[str, dict[str, None]] = field(default_factory=dict)
+    """The names of each group by what its settings say."""
 
     @property
     def spec(self) -> str:
@@ -67,12 +68,16 @@ class Found:
     def add_group(self, options: dict[str, Tree], names: Iterable[str], step: Tree, where: str) -> None:
         """Adds a param group of one file, with its count of updates: groups of equal settings are one.
 
-        Damaged where a parameter is in a group of other settings by another rank's file.
+        Settings that are tensors, such as a capturable Adam's learning rate, become numbers. Damaged where a parameter
+        is in a group of other settings by another rank's file.
         """
         listed = dict.fromkeys(names)
-        known = next((have for said, have in self.groups if _text(said) == _text(options)), None)
+        options = {k: as_number(v) for k, v in options.items()}
+        text = repr(sorted(options.items(), key=lambda x: x[0]))  # settings say the same in any order
+        known = self._known.get(text)
         if known is None:
-            self.groups.append((options, known := {}))
+            known = self._known[text] = {}
+            self.groups.append((options, known))
         for said, have in self.groups:
             twice = next((n for n in listed if n in have), None) if have is not known else None
             if twice is not None:
@@ -100,7 +105,7 @@ class Found:
         for held in rest:
             scaler = held.get(SCALER)
             if reader is not None:
-                scaler = map_leaves(scaler, partial(_small, reader=reader))
+                scaler = read_leaves(scaler, reader)
             said = self.values.setdefault(SCALER, scaler) if scaler else scaler
             if scaler and repr(said) != repr(scaler):
                 # Optimizers of one rank look at gradients of their own for what overflows.
@@ -128,15 +133,6 @@ class Found:
                 fix="take all ranks' files from one save",
                 code="ranks-differ",
             )
-
-
-def _text(options: Mapping[str, Tree]) -> str:
-    """Settings to compare, which say the same in any order."""
-    return repr(sorted(options.items(), key=lambda x: x[0]))
-
-
-def _small(ref: TensorRef, _: object, reader: ByteSource) -> Tree:
-    return read_array(ref, reader, VALUE_LIMIT)
 
 
 def require_states(found: Found, where: str) -> None:
@@ -185,15 +181,8 @@ def require_parts(found: Found, where: str) -> None:
 
 def number_of(value: Tree) -> Tree:
     """A count that was saved as a 0-d tensor, as the number that it is."""
-    if isinstance(value, Array) and len(value.data) <= 16:
-        import numpy as np
-
-        from ckptctl.core.dtype import BY_NAME
-
-        if value.dtype in BY_NAME:
-            number = np.frombuffer(value.data, BY_NAME[value.dtype].numpy)[0].item()
-            return int(number) if float(number).is_integer() else number
-    return value
+    number = as_number(value)
+    return int(number) if number is not value and isinstance(number, float) and number.is_integer() else number
 
 
 def optimizer_of(found: Found, kinds: Mapping[str, set[str]]) -> Optimizer | None:

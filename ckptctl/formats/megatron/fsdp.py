@@ -77,7 +77,7 @@ def read(path: Path, hints: Hints) -> Found:
             key = Key(_plain(called[1]), kind)
             folder.raw[key] = folder.tensor(name, key)
         elif setting and isinstance(item, ByteItem):
-            options.setdefault(_plain(setting[1]), {})[setting[2]] = number_of(folder.object(item))
+            options.setdefault(_plain(setting[1]), {})[setting[2]] = folder.object(item)
         elif name.startswith("optimizer.") or name.endswith("_extra_state"):
             continue
         elif isinstance(item, ByteItem) and name != "args":
@@ -135,7 +135,7 @@ def _groups(options: dict[str, dict[str, Tree]], out: Found) -> None:
             raise Damaged(
                 f"the optimizer has a group for {key}, which is no parameter", where=NAME, code="optimizer-groups"
             )
-        out.add_group(settings(said), [name], said.get("step"), NAME)
+        out.add_group(settings(said), [name], number_of(said.get("step")), NAME)
     lacking = [n for n in weights if not model.is_buffer(n) and not any(n in names for _, names in out.groups)]
     if lacking and out.groups:
         raise Damaged(f"{lacking[0]} is in no group of the optimizer", where=NAME, code="optimizer-groups")

@@ -14,7 +14,7 @@ from ckptctl.formats.bytesource import FileBytes, read_whole
 from ckptctl.formats.megatron import yamltext
 from ckptctl.formats.megatron.found import number_of
 from ckptctl.formats.torchfile.read import open_torch
-from ckptctl.formats.torchtensor import map_leaves, read_array
+from ckptctl.formats.torchtensor import read_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,7 +116,7 @@ def progress_of(path: Path) -> dict[str, Tree]:
         return {}
     with FileBytes(file, name=TRAIN_STATE) as reader:
         opened = open_torch(reader)
-        root = map_leaves(opened.root, lambda ref, _: read_array(ref, reader))
+        root = read_leaves(opened.root, reader)
     if not isinstance(root, dict) or opened.unsafe:
         raise Damaged(f"{TRAIN_STATE} holds no plain dict", where=str(file), code="root-damaged")
     return {str(k): number_of(v) for k, v in root.items()}

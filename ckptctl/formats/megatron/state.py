@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.errors import Unsupported
+from ckptctl.core.values import as_number
 from ckptctl.formats.megatron import model
 from ckptctl.formats.megatron.groups import is_decoupled
 from ckptctl.formats.pickles.nodes import show
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ckptctl.formats.megatron.like import Like
 
 
+_RATES = ("lr", "weight_decay")
 _COMPARED = ("lr", "betas", "eps", "weight_decay", "max_lr", "min_lr", "lr_mult")
 """What parameters of one group have alike."""
 
@@ -94,10 +96,12 @@ def groups_of(
     of: dict[Sort, dict[str, Tree]] = {}
     first: dict[Sort, tuple[str, tuple[Tree, ...]]] = {}
     notes: list[str] = []
-    by_name = {n: g for g in optimizer.groups for n in g.params}
+    by_name: dict[str, Mapping[str, Tree]] = {}
+    for group in optimizer.groups:
+        by_name |= dict.fromkeys(group.params, _own(group.options))
     for name, shape in shapes.items():
-        group = by_name.get(name)
-        if group is None:
+        options = by_name.get(name)
+        if options is None:
             raise Unsupported(
                 f"{name} is in no param group",
                 why="Megatron's optimizer has every parameter in one",
@@ -105,7 +109,6 @@ def groups_of(
                 code="optimizer-groups",
             )
         fam = sorting.sort_of(name, shape)
-        options = _without_foreign_bounds(group.options)
         said = tuple(_plain(options.get(k)) for k in _COMPARED)
         if fam in first and first[fam][1] != said:
             other, values = first[fam]
@@ -135,14 +138,22 @@ def groups_of(
     return Groups(of, step, tuple(notes), sorting)
 
 
-def _without_foreign_bounds(options: Mapping[str, Tree]) -> Mapping[str, Tree]:
-    """A group's settings without the bounds of another scheduler, which Megatron's would take for its own.
+def _own(options: Mapping[str, Tree]) -> Mapping[str, Tree]:
+    """A group's settings as Megatron takes them: numbers, and no bounds of another scheduler, which it would follow.
 
-    Source: torch 2.13, optim/lr_scheduler.py, OneCycleLR: it keeps its max_lr and min_lr in the groups.
+    Unsupported where a rate is no number. Source: torch 2.13, optim/adam.py: a capturable Adam's lr may be a tensor;
+    optim/lr_scheduler.py, OneCycleLR: it keeps its max_lr and min_lr in the groups.
     """
-    if "wd_mult" in options or "pre_wd_mult" in options:
-        return options
-    return {k: v for k, v in options.items() if k not in ("max_lr", "min_lr")}
+    is_own = "wd_mult" in options or "pre_wd_mult" in options
+    out = {k: as_number(v) for k, v in options.items() if is_own or k not in ("max_lr", "min_lr")}
+    odd = next((k for k in _RATES if not isinstance(out.get(k, 0.0), (int, float))), None)
+    if odd is not None:
+        raise Unsupported(
+            f"{odd} of a param group is {show(out[odd])}, no number",
+            fix="take the weights alone with --no-optimizer",
+            code="optimizer-groups",
+        )
+    return out
 
 
 def _plain(value: Tree) -> Any:

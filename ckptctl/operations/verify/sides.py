@@ -14,6 +14,7 @@ from ckptctl.core.checkpoint import EMA, MASTER, OTHER, WEIGHTS, Checkpoint
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.remake import from_hub
 from ckptctl.core.tensor import Key
+from ckptctl.core.values import as_number
 from ckptctl.operations.naming import as_hub, naming_of, natives_of, renamed
 from ckptctl.operations.opening import (
     open_checkpoint,
@@ -24,7 +25,7 @@ from ckptctl.operations.opening import (
     require_tensors,
 )
 from ckptctl.operations.state_values import plain
-from ckptctl.operations.tensors import TensorReader, as_number, scalar
+from ckptctl.operations.tensors import TensorReader, scalar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

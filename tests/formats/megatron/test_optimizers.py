@@ -14,6 +14,7 @@ import pytest
 from ckptctl.core.checkpoint import Group, Optimizer
 from ckptctl.core.errors import Damaged, Unsupported
 from ckptctl.core.tensor import Key
+from ckptctl.core.values import Array
 from ckptctl.formats.megatron import state, told
 from ckptctl.formats.megatron.facts import of_namespace
 from ckptctl.formats.megatron.found import Found
@@ -147,7 +148,8 @@ def test_norms_of_queries_and_keys_that_decay_stay_with_the_matrices(said, form,
 @pytest.mark.parametrize("own", [True, False])
 def test_bounds_of_another_scheduler_are_not_taken_for_megatron_s(own):
     """OneCycleLR keeps its bounds in the groups, where a run of Megatron would follow them instead of its flags."""
-    options = {"lr": 0.1, "max_lr": 0.4, "min_lr": 1e-6, "weight_decay": 0.1, **({"wd_mult": 1.0} if own else {})}
+    rate = Array("float64", (), np.float64(0.1).tobytes())  # as a DCP of torch's capturable Adam has it
+    options = {"lr": rate, "max_lr": 0.4, "min_lr": 1e-6, "weight_decay": 0.1, **({"wd_mult": 1.0} if own else {})}
     facts = of_namespace(None, "args")
     groups = state.groups_of(
         Optimizer((Group(("a",), options),)),
@@ -288,20 +290,57 @@ def test_what_is_no_tensor_among_the_weights_is_told_and_not_let_go(tmp_path):
     assert refused("reshard", run, tmp_path / "out")["code"] == "unsupported"
 
 
-def test_ranks_whose_groups_have_other_settings_are_refused(tmp_path):
+def two_ranks(tmp_path, *rates):
+    """A run of two tensor-parallel ranks that hold one norm, each with a learning rate of its own."""
     run = saved(tmp_path, None, tensor_model_parallel_size=2)
     first = next(run.glob("iter_*/mp_rank_00"))
-    for rank, lr in enumerate((0.1, 0.3)):
+    for rank, lr in enumerate(rates):
         tree = optimizer((NORMS[:1], {"wd_mult": 0.0, "lr": lr}))
         model = {n: a for n, a in MODEL.items() if n == NORMS[0]}
         file = first.with_name(f"mp_rank_0{rank}") / "model_optim_rng.pt"
         file.parent.mkdir(exist_ok=True)
         said = {**ARGS, "tensor_model_parallel_size": 2, "num_layers": 1}
-        torch_save(file, {"args": said, "checkpoint_version": 3.0, "iteration": 7, "model": model, "optimizer": tree})
-    error = refused("inspect", run)
+        root = {"args": said, "checkpoint_version": 3.0, "iteration": 7, "rng_state": [np.arange(rank, dtype=np.uint8)]}
+        torch_save(file, {**root, "model": model, "optimizer": tree})
+    return run
+
+
+def test_ranks_whose_groups_have_other_settings_are_refused(tmp_path):
+    error = refused("inspect", two_ranks(tmp_path, 0.1, 0.3))
     assert (error["code"], error["what"]) == (
         "ranks-differ", f"ranks do not agree on lr of the optimizer's group of {NORMS[0]}"
     )  # fmt: skip
+
+
+def test_a_learning_rate_that_is_a_tensor_is_the_same_on_all_ranks(tmp_path):
+    """A capturable Adam's. Each rank's lies at a place of its own in its file."""
+    rate = np.array(0.25, np.float32)
+    (group,) = open_checkpoint(two_ranks(tmp_path, rate, rate.copy()))[0].optimizer.groups
+    assert group.options["lr"] == 0.25
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_settings_that_are_tensors_are_written_as_numbers(form, tmp_path):
+    rate = {"lr": np.array(0.25, np.float32)}
+    run, out = saved(tmp_path, optimizer((MATRICES, rate), (NORMS, {"wd_mult": 0.0, **rate}))), tmp_path / "out"
+    good("reshard", run, out, "--megatron-format", form)
+    assert [g.options["lr"] for g in open_checkpoint(out)[0].optimizer.groups] == [0.25, 0.25]
+    file = next(out.glob("iter_*/common.pt" if form == "torch_dist" else "iter_*/mp_rank_*/model_optim_rng.pt"))
+    scheduler = torch_tree(file)["opt_param_scheduler"]
+    assert scheduler["max_lr"] == 0.25
+
+
+def test_a_learning_rate_that_is_no_number_is_refused(tmp_path):
+    run = saved(tmp_path, optimizer((MATRICES, {"lr": "fast"}), NO_DECAY))
+    assert refused("reshard", run, tmp_path / "out")["code"] == "optimizer-groups"
+
+
+@pytest.mark.parametrize("step", [np.zeros(0, np.float32), np.array(1j, np.complex64)])
+def test_steps_of_no_element_or_no_real_number_are_no_internal_error(step, tmp_path):
+    tree = optimizer((MATRICES, {}), NO_DECAY)
+    for state_of_one in tree["state"].values():
+        state_of_one["step"] = step
+    document("inspect", saved(tmp_path, tree))
 
 
 def test_a_folder_called_by_another_iteration_than_its_files_is_told(tmp_path):

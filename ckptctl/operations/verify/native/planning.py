@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.core.checkpoint import MASTER, WEIGHTS, Checkpoint
 from ckptctl.core.errors import MissingFact, Unsupported
+from ckptctl.core.values import as_number
 from ckptctl.formats.deepspeed.modelfile import ROUND_ROBIN, zero_section
 from ckptctl.formats.megatron.runargs import source_args
 from ckptctl.operations.state_values import plain
-from ckptctl.operations.tensors import as_number
 from ckptctl.operations.verify.native.saved import padding_rows
 
 if TYPE_CHECKING:
