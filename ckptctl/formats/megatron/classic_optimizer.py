@@ -99,14 +99,15 @@ def _state(identity: Tree, param: Param, part: Part, here: RankFile, out: Found)
 def _masters(masters: Tree, params: list[Param], here: RankFile, out: Found) -> None:
     """Float32 copies of a group's 16-bit parameters, in its order."""
     halves = [p for p in params if p.dtype in ("bfloat16", "float16")]
-    if not isinstance(masters, (list, tuple)) or len(masters) != len(halves):
+    count = len(masters) if isinstance(masters, (list, tuple)) else 0
+    if count != len(halves):
         raise Unsupported(
-            f"a group has {len(halves)} 16-bit parameters and {len(masters or ())} float32 copies",
+            f"a group has {len(halves)} 16-bit parameters and {count} float32 copies",
             where=here.opened.path,
             fix="take the weights alone with --no-optimizer",
             code="optimizer-groups",
         )
-    for param, value in zip(halves, masters, strict=True):
+    for param, value in zip(halves, masters if halves else (), strict=True):
         if not isinstance(value, TensorRef) or value.shape != param.shape:
             raise Damaged(
                 f"the float32 copy of {param.name} is not of its shape", where=here.opened.path, code="optimizer-groups"

@@ -57,6 +57,8 @@ class Found:
     """The optimizer is passed over."""
     version: float = 0.0
     """checkpoint_version of files that do not say theirs."""
+    unread: set[str] = field(default_factory=set)
+    """What an optimizer holds that is told of as not read."""
     _known: dict[str, dict[str, None]] = field(default_factory=dict)
     """The names of each group by what its settings say."""
 
@@ -118,9 +120,10 @@ class Found:
                     code="unsupported" if own else "ranks-differ",
                 )
             here.append(scaler)
-            unknown = [k for k in held if k not in _REST]
-            if unknown and not any(unknown[0] in w for w in self.warnings):
-                self.warnings.append(f"{where}: the optimizer's {', '.join(unknown)} are not read")
+            unknown = [k for k in held if k not in (*_REST, *self.unread)]
+            if unknown:
+                self.warnings.append(f"{where}: of the optimizer these are not read: {', '.join(unknown)}")
+                self.unread.update(unknown)
 
     def add_step(self, name: str, step: Tree, where: str) -> None:
         """A parameter's count of updates, which all files must say alike."""

@@ -64,12 +64,19 @@ def parts_of(tree: Tree, where: str) -> list[Part]:
             fix="take the weights alone with --no-optimizer",
             code="optimizer-unknown",
         )
-    masters = tree.get("fp32_from_fp16_params", tree.get("fp32_from_float16_params", []))
+    masters = tree.get("fp32_from_fp16_params", tree.get("fp32_from_float16_params", [])) or []
+    if not isinstance(masters, (list, tuple)):
+        raise Damaged(
+            "the optimizer's float32 copies are no list",
+            where=where,
+            why=show(masters),
+            fix="take the weights alone with --no-optimizer",
+            code="optimizer-damaged",
+        )
     known = ("optimizer", "fp32_from_fp16_params", "fp32_from_float16_params", "state", "param_groups")
     rest = {str(k): v for k, v in tree.items() if k not in known} if inner is not tree else {}
     state = inner.get("state")
-    held = list(masters) if isinstance(masters, (list, tuple)) else []
-    return [Part(groups, state if isinstance(state, dict) else {}, held, rest)]
+    return [Part(groups, state if isinstance(state, dict) else {}, list(masters), rest)]
 
 
 def ids_of(group: Mapping[str, Tree]) -> list[Tree]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptctl.core.values import TensorRef
+    from ckptctl.formats.megatron.facts import Facts
     from ckptctl.formats.megatron.found import Found
     from ckptctl.formats.megatron.groups import Param
     from ckptctl.formats.megatron.ranks import Rank
@@ -81,7 +82,7 @@ def put(
     """A tensor of a rank under its whole name; which further copy it is, where other ranks hold it too."""
     facts, rank = out.facts, here.rank
     for place in model.places(name, shape, here.spot[chunk], here.shapes[chunk]):
-        head = place.name == model.HEAD and facts.tied and facts.pp > 1
+        head = _is_copy(place.name, facts)
         tp_rank = here.spot[chunk].cut(place.name)[0]
         # Of the ranks that hold the same part of what is no expert, the first one writes it: its expert-parallel rank.
         holder = rank.tp // facts.etp if facts.etp < facts.tp else 0
@@ -96,9 +97,10 @@ def put(
 
 def whole_names(params: list[Param], here: RankFile, out: Found) -> list[str]:
     """The whole tensors that a rank's parameters are parts of."""
-    names = []
-    for p in params:
-        for place in model.places(p.name, p.shape, here.spot[p.chunk], here.shapes[p.chunk]):
-            tied = place.name == model.HEAD and out.facts.tied
-            names.append(model.EMBEDDING if tied else place.name)
-    return names
+    places = (q for p in params for q in model.places(p.name, p.shape, here.spot[p.chunk], here.shapes[p.chunk]))
+    return [model.EMBEDDING if _is_copy(q.name, out.facts) else q.name for q in places]
+
+
+def _is_copy(name: str, facts: Facts) -> bool:
+    """Whether a tensor is the last stage's copy of a tied embedding. One stage has the embedding itself alone."""
+    return name == model.HEAD and facts.tied and facts.pp > 1

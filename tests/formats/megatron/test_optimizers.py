@@ -256,6 +256,32 @@ def test_masters_of_some_groups_only_are_refused(tmp_path):
     assert error["what"] == "the optimizer has 2 groups, and float32 copies of 1"
 
 
+@pytest.mark.parametrize("copies", [[5, None], [np.zeros(3, np.float32), []], {0: [], 1: []}, "ab"])
+def test_float32_copies_of_another_form_are_refused(copies, tmp_path):
+    tree = {"optimizer": optimizer((MATRICES, {}), NO_DECAY), "fp32_from_fp16_params": copies}
+    assert refused("inspect", saved(tmp_path, tree, {"model": HALF}))["code"].startswith("optimizer-")
+
+
+def test_a_head_of_its_own_beside_args_of_a_tied_model_is_no_embedding(tmp_path):
+    model = {n: a for n, a in HALF.items() if n != EMBEDDING}
+    matrices = [n for n in MATRICES if n in model]
+    masters = [[HALF[n].astype(np.float32) for n in names] for names in (matrices, NORMS)]
+    tree = {"optimizer": optimizer((matrices, {}), NO_DECAY), "fp32_from_fp16_params": masters}
+    run = saved(tmp_path, tree, {"model": model}, untie_embeddings_and_output_weights=False)
+    assert sorted(open_checkpoint(run)[0].optimizer.groups[0].params) == sorted(matrices)
+
+
+def test_each_thing_of_an_optimizer_that_is_not_read_is_told_once(tmp_path):
+    tree = {"optimizer": optimizer((MATRICES, {}), NO_DECAY), "step": 3, "tep": 4}
+    run = saved(tmp_path, tree)
+    told_of = [w for w in open_checkpoint(run)[0].warnings if "not read" in w]
+    assert [w.rpartition(": ")[2] for w in told_of] == ["step, tep"]
+    found = Found(of_namespace(None, "args"), "torch_dist")
+    for rest in ({"ab": 1}, {"ab": 1, "a": 2}):
+        found.add_scaler([rest], None)
+    assert [w.rpartition(": ")[2] for w in found.warnings] == ["ab", "a"]
+
+
 @pytest.mark.parametrize("what", ["absent", "beyond", "twice", "no number"])
 def test_groups_that_do_not_number_the_states_are_refused(what, tmp_path):
     tree = optimizer((MATRICES, {}), NO_DECAY)
