@@ -9,11 +9,11 @@ collect_autotp_universal_checkpoint_info.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.core.errors import Damaged, Unsupported
+from ckptctl.core.errors import Unsupported
 from ckptctl.core.tensor import dense_strides
+from ckptctl.formats.deepspeed.patterns import Patterns, unjoinable
 from ckptctl.formats.pickles.nodes import show
 
 if TYPE_CHECKING:
@@ -41,23 +41,31 @@ class Cuts(NamedTuple):
     ranks: tuple[tuple[Cut, ...], ...] = ()
 
 
-def mapped(tree: Tree, name: str, shapes: Sequence[Shape], where: str) -> Cuts | None:
-    """The runs of a parameter's slices of these shapes; None where no map has its name.
+class Maps:
+    """affine_map of universal_checkpoint_info, or its absence (None).
 
-    Damaged for a map that is not one of these slices, Unsupported for one that is no runs along one axis.
+    Damaged for what is no such map, Unsupported for a newer one.
     """
-    if tree is None:
-        return None
-    params = tree.get("params") if isinstance(tree, dict) else None
-    if not isinstance(tree, dict) or not isinstance(params, dict):
-        raise _wrong("affine_map is no map", show(tree), where)
-    version = tree.get("version", VERSION)
-    if type(version) is not int or version > VERSION:
-        raise Unsupported(f"affine_map has version {show(version)}: {VERSION} is known", where=where)
-    found = [p for p in params if _is_of(p, name, where)]
-    if len(found) > 1:
-        raise _wrong(f"{len(found)} entries of affine_map are {name}'s", f"{show(found)}", where)
-    return _cuts(params[found[0]], name, shapes, where) if found else None
+
+    def __init__(self, tree: Tree, where: str) -> None:
+        self._where = where
+        params = tree.get("params") if isinstance(tree, dict) else {} if tree is None else None
+        if not isinstance(params, dict):
+            raise unjoinable("affine_map is no map", show(tree), where)
+        version = tree.get("version", VERSION) if isinstance(tree, dict) else VERSION
+        if type(version) is not int or version > VERSION:
+            raise Unsupported(f"affine_map has version {show(version)}: {VERSION} is known", where=where)
+        self._patterns, self._entries = Patterns(params, where), list(params.values())
+
+    def of(self, name: str, shapes: Sequence[Shape]) -> Cuts | None:
+        """The runs of a parameter's slices of these shapes; None where no map has its name.
+
+        Damaged for a map that is not one of these slices, Unsupported for one that is no runs along one axis.
+        """
+        found = self._patterns.of(name)
+        if len(found) > 1:
+            raise unjoinable(f"{len(found)} entries of affine_map are {name}'s", f"numbers {show(found)}", self._where)
+        return _cuts(self._entries[found[0]], name, shapes, self._where) if found else None
 
 
 def owned(ranks: Sequence[Sequence[Cut]]) -> list[list[list[Cut]]]:
@@ -73,13 +81,6 @@ def owned(ranks: Sequence[Sequence[Cut]]) -> list[list[list[Cut]]]:
     return out
 
 
-def _is_of(pattern: Tree, name: str, where: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except (re.error, TypeError) as err:
-        raise _wrong(f"{show(pattern)} is no pattern of names", str(err), where) from err
-
-
 def _cuts(entry: Tree, name: str, shapes: Sequence[Shape], where: str) -> Cuts:
     fields = entry if isinstance(entry, dict) else {}
     logical, listed = fields.get("logical_shape"), fields.get("ranks")
@@ -87,7 +88,7 @@ def _cuts(entry: Tree, name: str, shapes: Sequence[Shape], where: str) -> Cuts:
     whole = _ints(logical)
     is_alike = whole is not None and all(len(s) == len(whole) for s in shapes)
     if whole is None or not is_alike or set(ranks) != {str(r) for r in range(len(shapes))}:
-        raise _wrong(f"the map of {name} is not one of {len(shapes)} slices", show(entry), where)
+        raise unjoinable(f"the map of {name} is not one of {len(shapes)} slices", show(entry), where)
     every = [_pieces(ranks[str(r)], name, whole, shape, where) for r, shape in enumerate(shapes)]
     sizes = {*shapes, *(size for pieces in every for size, _, _ in pieces)}
     axes = {a for size in sizes for a in range(len(whole)) if size[a] != whole[a]}
@@ -106,10 +107,10 @@ def _cuts(entry: Tree, name: str, shapes: Sequence[Shape], where: str) -> Cuts:
             for c, (_, source, dest) in zip(cuts, pieces, strict=True)
         )
         if not exact or not _tiles([(c.begin, c.rows) for c in cuts], shape[axis]):
-            raise _wrong(f"the map of {name} does not make its slices", f"they are {show(list(shapes))}", where)
+            raise unjoinable(f"the map of {name} does not make its slices", f"they are {show(list(shapes))}", where)
         out.append(tuple(c for c in cuts if c.rows))
     if not _tiles(sorted({(c.to, c.rows) for cuts in out for c in cuts}), whole[axis]):
-        raise _wrong(f"the map of {name} does not make {show(list(whole))}", f"on axis {axis}", where)
+        raise unjoinable(f"the map of {name} does not make {show(list(whole))}", f"on axis {axis}", where)
     return Cuts(axis, tuple(out))
 
 
@@ -118,13 +119,13 @@ def _pieces(entry: Tree, name: str, whole: Shape, shape: Shape, where: str) -> l
     fields: Mapping[Tree, Tree] = entry if isinstance(entry, dict) else {}
     listed, said = fields.get("pieces"), fields.get("shard_shape")
     if not isinstance(listed, (list, tuple)) or _ints(said) != shape:
-        raise _wrong(f"the map of {name} is of other slices", f"shape {show(said)}, the slice has {shape}", where)
+        raise unjoinable(f"the map of {name} is of other slices", f"shape {show(said)}, the slice has {shape}", where)
     out = []
     for piece in listed:
         parts: Mapping[Tree, Tree] = piece if isinstance(piece, dict) else {}
         size, source, dest = _ints(parts.get("shape")), _place(parts.get("source")), _place(parts.get("dest"))
         if size is None or source is None or dest is None or not len(size) == len(whole) == len(shape):
-            raise _wrong(f"the map of {name} has a piece that is none", show(piece), where)
+            raise unjoinable(f"the map of {name} has a piece that is none", show(piece), where)
         if parts.get("scale", 1.0) != 1.0:
             raise Unsupported(
                 f"the slices of {name} are its values times {show(parts['scale'])}",
@@ -163,13 +164,3 @@ def _place(tree: Tree) -> tuple[int, Shape] | None:
         return None
     offset, strides = _ints([tree[0]]), _ints(tree[1])
     return None if offset is None or strides is None else (offset[0], strides)
-
-
-def _wrong(what: str, why: str, where: str) -> Damaged:
-    return Damaged(
-        f"{what}: tensor-parallel slices are not joined by a guess",
-        where=where,
-        why=f"universal_checkpoint_info: {why}",
-        fix="copy the step again, or make a universal folder with ds_to_universal where the model is",
-        code="zero-layout",
-    )

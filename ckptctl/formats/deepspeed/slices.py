@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptctl.core.errors import Damaged, MissingFact, Unsupported
 from ckptctl.core.tensor import Key, Piece, PieceTable, Tensor, dense_strides
 from ckptctl.core.values import Record, Tree
 from ckptctl.core.view import run_boxes
-from ckptctl.formats.deepspeed.affine import Cut, mapped, owned
+from ckptctl.formats.deepspeed.affine import Cut, Maps, owned
+from ckptctl.formats.deepspeed.patterns import Patterns, unjoinable
 from ckptctl.formats.pickles.nodes import show
 from ckptctl.names import family
 
@@ -48,6 +50,7 @@ class Rules:
 
     def __init__(self, info: Mapping[str, Tree], config: Mapping[str, Any] | None, where: str) -> None:
         self._info, self._where = info, where
+        self._lists: dict[str, Patterns] = {}
         known = family(config) if config is not None else None
         self._shapes = {p.name: p.shape for p in known.parameters()} if known is not None else {}
 
@@ -59,7 +62,7 @@ class Rules:
 
     def _told(self, name: str, shapes: Sequence[Shape]) -> Rule:
         self._require_known(name)
-        cuts = mapped(self._info.get("affine_map"), name, shapes, self._where)
+        cuts = self._maps.of(name, shapes)
         if cuts is not None:
             return Rule(cuts.axis, (), self._rows(name), cuts.ranks)
         if self._matches("tp_replicated_parameter_patterns", name):
@@ -75,10 +78,9 @@ class Rules:
             if any(s[0] % 2 for s in shapes):
                 raise self._wrong(f"the slices of {name} are no halves", f"they have {[s[0] for s in shapes]} rows")
             return Rule(0, (tuple(s[0] // 2 for s in shapes),) * 2)
-        for entry in self._listed("parameter_with_sub_params"):
-            found = self._sub_params(entry, name, shapes)
-            if found is not None:
-                return found
+        patterns, entries = self._sub_params
+        if found := patterns.of(name):
+            return self._side_by_side(*entries[found[0]], name, shapes)
         if self._matches("parameter_with_row_parallelism_patterns", name):
             return Rule(1)
         return Rule(0, (), self._rows(name))
@@ -94,18 +96,40 @@ class Rules:
 
     def _require_known(self, name: str) -> None:
         """Unsupported for what AutoTP itself says it cannot put together: its lists of patterns have the name too."""
-        said = self._info.get("autotp_unsupported_parameter_patterns")
-        if said is not None and not isinstance(said, (dict, list, tuple)):
-            raise self._wrong("autotp_unsupported_parameter_patterns lists nothing", show(said))
-        pattern = next((p for p in said or () if self._matched(p, name)), None)
-        if pattern is not None:
-            why = said.get(pattern) if isinstance(said, dict) else None
+        patterns, reasons = self._unknown
+        if found := patterns.of(name):
+            why = reasons[found[0]]
             raise Unsupported(
                 f"the slices of {name} cannot be put together",
                 where=self._where,
                 why=f"universal_checkpoint_info says: {why}" if isinstance(why, str) else "AutoTP says so",
                 fix="save the model whole from the run, with tensor parallelism gathered",
             )
+
+    @cached_property
+    def _maps(self) -> Maps:
+        return Maps(self._info.get("affine_map"), self._where)
+
+    @cached_property
+    def _unknown(self) -> tuple[Patterns, list[Tree]]:
+        """The patterns of what AutoTP cannot put together, and what it says of each."""
+        said = self._info.get("autotp_unsupported_parameter_patterns")
+        if said is not None and not isinstance(said, (dict, list, tuple)):
+            raise self._wrong("autotp_unsupported_parameter_patterns lists nothing", show(said))
+        reasons = list(said.values()) if isinstance(said, dict) else [None] * len(said or ())
+        return Patterns(said or (), self._where), reasons
+
+    @cached_property
+    def _sub_params(self) -> tuple[Patterns, list[tuple[Tree, Mapping[Tree, Tree]]]]:
+        """The patterns of all entries of parameter_with_sub_params, and each with its entry's fields."""
+        every: list[tuple[Tree, Mapping[Tree, Tree]]] = []
+        for entry in self._listed("parameter_with_sub_params"):
+            fields = entry.state if isinstance(entry, Record) else entry
+            patterns = fields.get("patterns") if isinstance(fields, dict) else None
+            if not isinstance(fields, dict) or not isinstance(patterns, (list, tuple)):
+                raise self._wrong("an entry of parameter_with_sub_params has no patterns", show(entry))
+            every += [(p, fields) for p in patterns]
+        return Patterns((p for p, _ in every), self._where), every
 
     def _listed(self, key: str) -> Sequence[Tree]:
         found = self._info.get(key)
@@ -114,38 +138,20 @@ class Rules:
         return found or ()
 
     def _matches(self, key: str, name: str) -> bool:
-        return any(self._matched(p, name) for p in self._listed(key))
-
-    def _matched(self, pattern: Tree, name: str) -> bool:
-        try:
-            return re.match(pattern, name) is not None
-        except (re.error, TypeError) as err:
-            raise self._wrong(f"{show(pattern)} is no pattern of names", str(err)) from err
+        if key not in self._lists:
+            self._lists[key] = Patterns(self._listed(key), self._where)
+        return bool(self._lists[key].of(name))
 
     def _wrong(self, what: str, why: str) -> Damaged:
-        """A slice joined otherwise would be other parameters' numbers: what cannot be understood is never skipped."""
-        return Damaged(
-            f"{what}: tensor-parallel slices are not joined by a guess",
-            where=self._where,
-            why=f"universal_checkpoint_info: {why}",
-            fix="copy the step again, or make a universal folder with ds_to_universal where the model is",
-            code="zero-layout",
-        )
+        return unjoinable(what, why, self._where)
 
-    def _sub_params(self, entry: Tree, name: str, shapes: Sequence[Shape]) -> Rule | None:
+    def _side_by_side(self, pattern: Tree, fields: Mapping[Tree, Tree], name: str, shapes: Sequence[Shape]) -> Rule:
         """A SubparamShape: {patterns, shape, partition_dim}, its shape having the sizes side by side on that axis.
 
         One number there is a count of equal parts, or, in older versions, the one part's size. Each rank has the same
         share of a part, but where sub_param_shard_widths says its own (version 0.4). Source: DeepSpeed 0.19.8,
         checkpoint/ds_to_universal.py, merge_tp_slices.
         """
-        fields = entry.state if isinstance(entry, Record) else entry
-        patterns = fields.get("patterns") if isinstance(fields, dict) else None
-        if not isinstance(fields, dict) or not isinstance(patterns, (list, tuple)):
-            raise self._wrong("an entry of parameter_with_sub_params has no patterns", show(entry))
-        pattern = next((p for p in patterns if self._matched(p, name)), None)
-        if pattern is None:
-            return None
         axis, shape = fields.get("partition_dim"), fields.get("shape")
         if type(axis) is not int or not isinstance(shape, (list, tuple)) or not 0 <= axis < len(shape):
             raise self._wrong(f"the parts of {name} are not known", f"shape {show(shape)}, partition_dim {show(axis)}")
