@@ -58,7 +58,7 @@ class Maps:
         self._patterns, self._entries = Patterns(params, where), list(params.values())
 
     def of(self, name: str, shapes: Sequence[Shape]) -> Cuts | None:
-        """The runs of a parameter's slices of these shapes; None where no map has its name.
+        """The runs of a parameter's slices of these shapes; None where no map has its name, or it has no element.
 
         Damaged for a map that is not one of these slices, Unsupported for one that is no runs along one axis.
         """
@@ -81,7 +81,7 @@ def owned(ranks: Sequence[Sequence[Cut]]) -> list[list[list[Cut]]]:
     return out
 
 
-def _cuts(entry: Tree, name: str, shapes: Sequence[Shape], where: str) -> Cuts:
+def _cuts(entry: Tree, name: str, shapes: Sequence[Shape], where: str) -> Cuts | None:
     fields = entry if isinstance(entry, dict) else {}
     logical, listed = fields.get("logical_shape"), fields.get("ranks")
     ranks = {str(k): v for k, v in listed.items()} if isinstance(listed, dict) else {}
@@ -89,6 +89,8 @@ def _cuts(entry: Tree, name: str, shapes: Sequence[Shape], where: str) -> Cuts:
     is_alike = whole is not None and all(len(s) == len(whole) for s in shapes)
     if whole is None or not is_alike or set(ranks) != {str(r) for r in range(len(shapes))}:
         raise unjoinable(f"the map of {name} is not one of {len(shapes)} slices", show(entry), where)
+    if 0 in whole:
+        return None  # nothing lies anywhere, and offsets tell no rows: the patterns say the axis
     every = [_pieces(ranks[str(r)], name, whole, shape, where) for r, shape in enumerate(shapes)]
     sizes = {*shapes, *(size for pieces in every for size, _, _ in pieces)}
     axes = {a for size in sizes for a in range(len(whole)) if size[a] != whole[a]}

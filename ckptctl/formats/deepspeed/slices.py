@@ -259,7 +259,7 @@ def joined(key: Key, slices: Sequence[Tensor | None], rules: Rules, where: str) 
             offset += tensor.shape[axis]
         every = [listed]
     shape = (*first.shape[:axis], total, *first.shape[axis + 1 :])
-    rows = rule.rows if 0 < rule.rows < total else 0
+    rows = rule.rows if 0 < rule.rows < shape[0] else 0
     tables = [_table(whole, cuts, axis, shape, rows) for cuts in every]
     shape = (rows, *shape[1:]) if rows else shape
     return Tensor(key, first.dtype, shape, (tables[0],), tuple((t,) for t in tables[1:]), first.trainable)

@@ -153,3 +153,21 @@ def test_maps_that_are_none_are_damage(said):
     _, slices = slices_of(*MAPS["unevenly"])
     with pytest.raises(Damaged):
         joined(KEY, tensors(slices, flat=False), Rules(said, None, "here"), "here")
+
+
+def test_columns_are_not_counted_as_rows_of_the_vocabulary():
+    shape, axis, ranks = (4, 8), 1, [[(0, 5, [0])], [(5, 3, [1])]]
+    whole, slices = slices_of(shape, axis, ranks)
+    said = info(entry(shape, axis, ranks), vocabulary_parameter_patterns=[PATTERN], original_vocab_size=3)
+    made = joined(KEY, tensors(slices, flat=False), Rules(said, None, "here"), "here")
+    assert elements(made, slices).tolist() == whole[:3].tolist()
+    said = info(entry(shape, axis, ranks), vocabulary_parameter_patterns=[PATTERN], original_vocab_size=6)
+    made = joined(KEY, tensors(slices, flat=False), Rules(said, None, "here"), "here")
+    assert elements(made, slices).tolist() == whole.tolist()
+
+
+def test_slices_without_elements_are_joined():
+    shape, axis, ranks = (4, 0), 0, [[(0, 2, [0])], [(2, 2, [1])]]
+    _, slices = slices_of(shape, axis, ranks)
+    made = joined(KEY, tensors(slices, flat=False), Rules(info(entry(shape, axis, ranks)), None, "here"), "here")
+    assert made.shape == shape
