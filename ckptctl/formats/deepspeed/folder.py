@@ -89,7 +89,8 @@ def find(path: Path) -> Files | None:
 
 def first_lost(numbers: Collection[int]) -> int:
     """The first number, from 0, that is not among them: whatever large ones a file's name may have."""
-    return next(n for n in range(len(numbers) + 1) if n not in numbers)
+    known = set(numbers)
+    return next(n for n in range(len(known) + 1) if n not in known)
 
 
 def is_of_stage_three(path: str) -> bool:

@@ -86,7 +86,8 @@ def _groups(parts: Sequence[Native], team: Sequence[ModelFile]) -> list[Group]:
             raise _unlike("settings of the param groups", team[0], model)
     for number, group in enumerate(first):
         names = max((p.groups[number].params for p in parts), key=len)
-        lost = dict.fromkeys(n for p in parts for n in p.groups[number].params if n not in set(names))
+        known = set(names)
+        lost = dict.fromkeys(n for p in parts for n in p.groups[number].params if n not in known)
         out.append(Group((*names, *lost), group.options, group.owner))
     return out
 
