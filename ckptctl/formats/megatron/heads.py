@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 _QKV, _PROJ = ".self_attention.linear_qkv.weight", ".self_attention.linear_proj.weight"
 _CONFIG_HEADS = ("num_attention_heads", "n_head")
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+_UNSEEN = (
+    ("layernorm_epsilon", _EPSILONS),
+    ("norm_epsilon", _EPSILONS),  # in args of older runs
+    ("rotary_base", ("rope_theta", "rotary_emb_base")),
+)
 
 
 def require_fitting(tensors: Mapping[Key, Tensor], facts: Facts, where: str) -> None:
@@ -98,7 +104,7 @@ def unlike_config(facts: Facts) -> tuple[str, ...]:
     ropes = facts.given.get("rope_parameters")
     config = {**(ropes if isinstance(ropes, dict) else {}), **facts.given}
     out: list[str] = []
-    for name, keys in _UNSEEN.items():
+    for name, keys in _UNSEEN:
         if name == "rotary_base" and facts.args.get("position_embedding_type") != "rope":
             continue
         own, key = facts.args.get(name), next((k for k in keys if config.get(k) is not None), "")
@@ -106,12 +112,6 @@ def unlike_config(facts: Facts) -> tuple[str, ...]:
         if isinstance(own, (int, float)) and isinstance(said, (int, float)) and own != said:
             out.append(f"the config says {key} {said}, the checkpoint's args {name} {own}: is it this model's?")
     return tuple(out)
-
-
-_UNSEEN = {
-    "layernorm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
-    "rotary_base": ("rope_theta", "rotary_emb_base"),
-}
 
 
 __all__ = ["require_fitting", "unlike_config"]

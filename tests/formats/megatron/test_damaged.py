@@ -13,7 +13,8 @@ import zipfile
 import pytest
 
 from ckptctl.core.errors import CkptError
-from ckptctl.formats.megatron import classic
+from ckptctl.formats.megatron import classic, heads
+from ckptctl.formats.megatron.facts import Facts
 from ckptctl.operations.opening import Reading, open_checkpoint
 from tests.formats.megatron.test_read import CLASSIC, DIST, TIED
 from tests.support.checkpoints import ckpt, truth_config
@@ -116,6 +117,10 @@ def test_numbers_that_no_shape_tells_are_compared_with_args(tmp_path):
         "the config says rms_norm_eps 1e-06, the checkpoint's args layernorm_epsilon 1e-05: is it this model's?" in told
     )
     assert "the config says rope_theta 5000.0, the checkpoint's args rotary_base 10000: is it this model's?" in told
+    older = heads.unlike_config(Facts({"norm_epsilon": 1e-6}, "args", {"rms_norm_eps": 1e-5}))
+    assert older == (
+        "the config says rms_norm_eps 1e-05, the checkpoint's args norm_epsilon 1e-06: is it this model's?",
+    )
 
 
 @pytest.mark.parametrize(
