@@ -27,7 +27,7 @@ from ckptctl.formats.megatron.facts import Facts, of_namespace
 from ckptctl.formats.megatron.found import Found, number_of, require_parts, require_states
 from ckptctl.formats.megatron.groups import Param, members, parts_of, settings
 from ckptctl.formats.megatron.groups import Part as Chained
-from ckptctl.formats.megatron.stacked import native, unflattened
+from ckptctl.formats.megatron.stacked import natives, unflattened
 from ckptctl.formats.torchfile.read import TorchFile, open_torch
 from ckptctl.formats.torchtensor import read_leaves
 
@@ -177,7 +177,7 @@ def _weights(folder: Folder, out: Found) -> None:
         raw[Key(key, kind)] = folder.tensor(name, Key(key, kind))
     out.has_optimizer = any(k.kind != "weight" for k in raw)
     shaped = unflattened(raw)
-    made = remade(shaped, to_hub([native(name, shaped) for name in dict.fromkeys(k.name for k in shaped)]))
+    made = remade(shaped, to_hub(natives(shaped)))
     half = {k.name for k, m in made.items() if k.kind == "weight" and m.tensor.dtype.name != "float32"}
     out.tensors = {
         k: replace(m.tensor, key=k) for k, m in made.items() if not (k.kind == "master" and k.name not in half)

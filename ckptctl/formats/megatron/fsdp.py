@@ -20,7 +20,7 @@ from ckptctl.formats.megatron.dist import KINDS, Folder
 from ckptctl.formats.megatron.facts import of_namespace
 from ckptctl.formats.megatron.found import Found, number_of, require_parts
 from ckptctl.formats.megatron.groups import settings
-from ckptctl.formats.megatron.stacked import native
+from ckptctl.formats.megatron.stacked import natives
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +85,7 @@ def read(path: Path, hints: Hints) -> Found:
         elif name != "args":
             out.unsupported.append((name, "it is a tensor of no known part of a fsdp_dtensor checkpoint"))
     raw = folder.raw
-    made = remade(raw, to_hub([native(n, raw) for n in dict.fromkeys(k.name for k in raw)]))
+    made = remade(raw, to_hub(natives(raw)))
     out.tensors = {k: replace(m.tensor, key=k) for k, m in made.items()}
     out.fused = any(model.is_fused(f"decoder.{k.name.partition('decoder.')[2]}") for k in raw)
     out.layer_keys, out.distributed = True, True

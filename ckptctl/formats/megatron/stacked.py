@@ -71,9 +71,19 @@ def _grid(name: str, hub: str, shape: tuple[int, ...], whole: tuple[int, ...]) -
     return Native(name, shape, (Part(Key(hub), view, zero, view, hub_view, zero, axes),), (whole,))
 
 
-def native(key: str, raw: Mapping[Key, Tensor]) -> Native:
-    """A key of the file as tensors of the package's naming: stacked layers and experts come apart, halves together."""
-    tensor = raw.get(Key(key)) or next(t for k, t in raw.items() if k.name == key)
+def natives(raw: Mapping[Key, Tensor]) -> list[Native]:
+    """Keys of the file as tensors of the package's naming: stacked layers and experts come apart, halves together.
+
+    A key has the shape of its weight, or of a state where there is none.
+    """
+    of: dict[str, Tensor] = {}
+    for key, tensor in raw.items():
+        if key.kind == "weight" or key.name not in of:
+            of[key.name] = tensor
+    return [_native(name, tensor) for name, tensor in of.items()]
+
+
+def _native(key: str, tensor: Tensor) -> Native:
     half = _HALF.fullmatch(key)
     plain = half[1] if half else key
     stack, single = _STACK.fullmatch(plain), model.LAYER.fullmatch(plain)
